@@ -3,7 +3,7 @@
     python fineweb.py                                   FineWeb-Edu, sample-10BT -> edu_fineweb10B/
     python fineweb.py --input input.txt --out data/shakespeare      your own text
     python fineweb.py --dataset roneneldan/TinyStories  a text dataset on the Hugging Face hub
-    python fineweb.py --pretokenized 9          FineWeb's published tokens, 9 x 100M -> fineweb10B/
+    python fineweb.py --pretokenized 17         FineWeb's published tokens, 17 x 100M -> fineweb10B/
     python fineweb.py --verify edu_fineweb10B   check the shards of a folder by their SHA-256
 
 A shard is a 1-D array of uint16 GPT-2 tokens, each document preceded by <|endoftext|> (50256):

@@ -127,7 +127,7 @@ class Config:
                          "tenth of --max_lr, or in frontier a value that depends on --max_steps.",
                          word="auto")
     cooldown: float = flag("auto", OPTIM, "The share of the run, at its end, over which the "
-                           "learning rate falls (speedrun and frontier). 'auto' means 0.2856 in "
+                           "learning rate falls, in recipes that have one. 'auto' means 0.2856 in "
                            "speedrun, and in frontier a value that depends on --max_steps.",
                            word="auto", above=0, largest=1)
     weight_decay: float = flag(0.1, OPTIM, "The weight decay of AdamW (on matrices and "

@@ -96,7 +96,7 @@ def list_shards(folder: str | Path, split: str) -> list[Path]:
     if not names:
         raise UserError(
             f"{folder} has no shards *_{split}_*.npy or .bin: make edu_fineweb10B with `python "
-            f"fineweb.py`, or fineweb10B with `--pretokenized 9`, or shards of your own text with "
+            f"fineweb.py`, or fineweb10B with `--pretokenized 17`, or shards of your own text with "
             f"`--input YOUR_TEXT --out {folder}`")
     return [Path(folder, name) for name in names]
 
