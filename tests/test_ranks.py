@@ -3,6 +3,7 @@ import json
 import os
 import signal
 import sys
+from datetime import timedelta
 from inspect import signature
 
 import pytest
@@ -11,6 +12,7 @@ from helpers import BYTES, logged, on_ranks, train
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import train_gpt2
+from runtime import ranks
 from runtime.cli import RunError, UserError, exit_code
 from runtime.ranks import Process, ddp_options, read_process, say_who_is_missing
 
@@ -354,6 +356,18 @@ def test_the_line_comes_before_the_wait(environment, monkeypatch, capsys):
         train_gpt2.start_process("cpu")
 
     assert "10.0.0.7:29500" in capsys.readouterr().err
+
+
+def test_ranks_wait_an_hour_for_what_rank_0_downloads(environment, monkeypatch):
+    given = {}
+    environment("WORLD_SIZE=2 RANK=1 TORCHELASTIC_RUN_ID=none")
+    monkeypatch.setattr(ranks, "shared_store", lambda timeout: None)
+    monkeypatch.setattr(
+        torch.distributed, "init_process_group", lambda backend, **options: given.update(options))
+
+    train_gpt2.start_process("cpu")
+
+    assert given["timeout"] == timedelta(hours=1)
 
 
 # ----------------------------------------------------------------------- DDP

@@ -80,6 +80,12 @@ def test_a_run_may_end_in_its_warmup(warmup_steps, expected):
     assert warmup_cosine(99, 0.99, config) == expected
 
 
+@pytest.mark.parametrize("warmup_steps, expected", [(100, 1.0), (99, 0.1)])
+def test_the_rate_after_a_run_that_is_all_warmup_is_known(warmup_steps, expected):
+    config = Config(max_steps=100, warmup_steps=warmup_steps, max_lr=1.0, min_lr=0.1)
+    assert warmup_cosine(100, 1.0, config) == pytest.approx(expected)
+
+
 FLOOR = 0.1                     # the rate at the end of a run, as a share of --max_lr
 
 
@@ -141,6 +147,11 @@ def test_on_a_gpu_a_micro_batch_has_at_most_65536_tokens():
     given = {"dtype": "float32"}
     _, config = train_gpt2.resolve_config(given, Start(), Process(device="cuda:0"))
     assert config.batch_size == 64
+
+
+def test_a_sequence_that_is_longer_than_a_micro_batch_makes_one_alone():
+    _, config = train_gpt2.resolve_config({"block_size": 8192}, Start(), Process())
+    assert config.batch_size == 1
 
 
 def test_a_given_micro_batch_may_be_larger_than_the_automatic_one():
