@@ -83,14 +83,14 @@ def lines_of_steps(log, seconds, capsys):
 
 
 def test_the_time_left_follows_the_median_of_the_last_twenty_steps_without_the_first(capsys):
-    seconds = [900.0, 2.0, 4.0, 3.0] + [5.0] * 10 + [7.0] * 15
+    seconds = [900.0, 2.0, 4.0, 3.0] + [5.0] * 20 + [7.0] * 15
     lines = lines_of_steps(make_log(), seconds, capsys)
 
     assert not lines[0].endswith("left"), "the first step may have compiled"
     assert lines[1].endswith(f"| {clock(98 * 2.0)} left")
     assert lines[3].endswith(f"| {clock(96 * 3.0)} left")
-    assert lines[13].endswith(f"| {clock(86 * 5.0)} left")
-    assert lines[28].endswith(f"| {clock(71 * 7.0)} left")
+    assert lines[23].endswith(f"| {clock(76 * 5.0)} left")
+    assert lines[38].endswith(f"| {clock(61 * 7.0)} left")
 
 
 def test_the_time_left_counts_tokens_where_the_batch_grows(capsys):

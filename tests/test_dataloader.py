@@ -398,6 +398,11 @@ def folder(tmp_path):
     return write_folder(tmp_path, *numbered_shards(400, 101))
 
 
+@pytest.mark.parametrize("val_tokens, sequences", [(1, 1), (7, 1), (17, 2), (10**6, 12)])
+def test_a_validation_has_at_least_one_sequence_and_at_most_all(val_tokens, sequences, folder):
+    assert open_data(flags(folder, val_tokens=val_tokens)).val_count == sequences
+
+
 def test_validation_is_the_beginning_of_its_shards_whatever_the_seed(folder):
     for seed in (1, 2):
         data = open_data(flags(folder, seed=seed))

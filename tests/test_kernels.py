@@ -3,6 +3,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peers import LargestStorage, tokens
+from torch.utils.flop_counter import FlopCounterMode
 
 from model import GPT, GPTConfig
 from runtime import kernels
@@ -80,6 +81,15 @@ def test_the_chunked_loss_is_the_whole_one_with_its_gradients(chunk, vocab_size,
     for gradient, expected_gradient in zip(found, expected, strict=True):
         error = (gradient - expected_gradient).norm()
         assert error <= 1e-5 * expected_gradient.norm()
+
+
+@pytest.mark.parametrize("with_gradients, products", [(True, 3), (False, 1)])
+def test_an_evaluation_computes_no_products_for_gradients(with_gradients, products):
+    x = torch.randn(10, 8)
+    weight = torch.randn(50, 8)
+    with torch.set_grad_enabled(with_gradients), FlopCounterMode(display=False) as counter:
+        chunked_cross_entropy(x, weight, torch.arange(10), 4, 0.0)
+    assert counter.get_total_flops() == products * 2 * 10 * 50 * 8
 
 
 def test_the_loss_is_computed_for_rows_that_fit_into_the_cache_of_a_core(monkeypatch):

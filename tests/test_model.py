@@ -506,6 +506,15 @@ def test_a_generation_computes_no_gradients(recipe, monkeypatch):
     assert [x.requires_grad for x in states] == [False] * 3
 
 
+@torch.no_grad()
+def test_the_cache_has_room_for_the_tokens_of_a_generation_alone():
+    model = make_model(block_size=4096)
+    with LargestStorage() as largest:
+        model.generate(tokens(1, 5), 3)
+    bytes_of_keys_of_all_positions = 4096 * 16 * 4
+    assert largest.bytes < bytes_of_keys_of_all_positions
+
+
 def test_the_cache_appends_without_copying_what_it_holds():
     cache = KVCache(room=5)
     first = cache.append("k0", torch.tensor([[[1.0], [2.0]]]))

@@ -1,6 +1,7 @@
 """runtime/muon.py: orthogonal updates, and torch's own Muon."""
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from runtime.muon import Muon, orthogonalize
 
@@ -20,6 +21,14 @@ def test_orthogonalize_gives_singular_values_near_one_and_keeps_the_directions(s
     along = torch.einsum("bij,bjk,bki->bi", U.mT, X, V.mT)          # the diagonal of U^T X V
     assert along.min() > 0.2
     assert (along - values.mean()).abs().max() < 0.6
+
+
+@pytest.mark.parametrize("shape", [(8, 32), (32, 8)])
+def test_orthogonalize_multiplies_matrices_of_the_smaller_side(shape):
+    """Five steps: X X^T, its square, and their sum times X."""
+    with FlopCounterMode(display=False) as counter:
+        orthogonalize(torch.randn(1, *shape))
+    assert counter.get_total_flops() == 5 * 2 * (8 * 8 * 32 + 8 * 8 * 8 + 8 * 8 * 32)
 
 
 def matrices():
