@@ -95,6 +95,11 @@ def test_overfit_is_50_steps_on_one_batch_at_a_constant_rate():
         assert getattr(config, name) == 0, name
 
 
+def test_overfit_at_another_rate_keeps_it_constant():
+    config, _ = parse_flags(["--overfit", "--max_lr", "0.01"])
+    assert config.max_lr == config.min_lr == 0.01
+
+
 def test_overfit_of_a_modern_recipe_has_its_rate():
     config, _ = parse_flags(["--overfit", "--recipe", "speedrun"])
     assert config.max_lr == config.min_lr == 0.02

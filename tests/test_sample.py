@@ -115,11 +115,12 @@ def test_the_defaults_are_four_samples_of_200_tokens(path, after_each_block):
     assert sizes == [4] * 200
 
 
-def test_of_a_prompt_longer_than_the_context_the_end_is_used(path, capsys):
+def test_of_a_prompt_longer_than_the_context_the_end_is_used_and_all_is_shown(path, capsys):
     flags = ["--device", "cpu", "--temperature", "0", "--max_new_tokens", "3"]
-    sample.main(["--model", path, "--prompt", " a" * 16 + " To be", *flags])
+    prompt = " a" * 16 + " To be"
+    sample.main(["--model", path, "--prompt", prompt, *flags])
     output, errors = capsys.readouterr()
-    assert output.endswith(" To be" + likeliest(path, " a" * 14 + " To be", 3) + "\n")
+    assert output.endswith("\n" + prompt + likeliest(path, " a" * 14 + " To be", 3) + "\n")
     assert "18 tokens" in errors
     assert errors.count("\n") == 1
 
