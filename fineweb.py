@@ -82,7 +82,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.dataset in FINEWEB and args.val_tokens is None:
         args.val_tokens = args.shard_size
         if args.max_tokens is not None:
-            args.val_tokens = min(args.shard_size, max(1, args.max_tokens // 10))
+            args.val_tokens = min(args.shard_size, max(2, args.max_tokens // 10))
     if args.out is None and args.pretokenized:
         args.out = "fineweb10B"
     elif args.out is None and args.dataset:
@@ -256,9 +256,11 @@ class Shards:
         validation = self.count_validation(at_end)
         if validation is None:
             return
-        if validation == 0 or (at_end and self.seen <= validation):
-            raise UserError(f"{self.seen} tokens are not enough for training and validation: add "
-                            f"text to --input or --val_input, lower --val_tokens or raise "
+        # Each token of a split but the first is a target.
+        if validation < 2 or (at_end and self.seen - validation < 2):
+            raise UserError(f"{self.seen} tokens, {min(validation, self.seen)} of them for "
+                            f"validation, are not enough for training and validation: add text "
+                            f"to --input or --val_input, change --val_tokens or raise "
                             f"--max_tokens, and choose another --out")
         self.manifest["validation"] = validation
 

@@ -160,7 +160,8 @@ def tell_unread(what: str, texts: list[Path], unread: set[Path]) -> None:
         folder = os.path.commonpath([path.parent.absolute() for path in unread])
         line = f"; not read: {counts} in {os.path.relpath(folder)}"
         if any(ending(path) in KINDS for path in unread):
-            line += "; 'FOLDER/**' takes subfolders, and name a .txt or .json that lies beside data"
+            line += ("; files in subfolders are read with 'FOLDER/**', and a .txt or .json beside "
+                     "data files if it is named itself")
         if ".tsv" in suffixes:
             line += ("; of a .tsv make .csv, JSON lines or Parquet (pandas, duckdb, or COPY ... "
                      "(FORMAT csv, HEADER))")

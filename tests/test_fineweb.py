@@ -177,7 +177,7 @@ SOME = st.lists(st.sampled_from(DOCUMENTS[4:60]), max_size=12)
 
 @FAST
 @given(st.lists(SOME, min_size=1, max_size=3), st.integers(100, 700), st.integers(200, 3000),
-       st.none() | st.integers(1, 199))
+       st.none() | st.integers(2, 198))
 def test_wherever_shards_validation_and_files_end_no_token_is_lost(
         gpt2, tmp_path_factory, files, shard_size, limit, validation):
     folder = tmp_path_factory.mktemp("any")
@@ -207,9 +207,10 @@ def test_a_text_of_200_tokens_is_divided_and_a_shorter_one_is_too_short():
 
 
 @pytest.mark.parametrize("flags", [
-    ["--input", "a.txt", "--val_tokens", 500], ["--input", "a.txt", "--val_tokens", 9,
-     "--max_tokens", 9], ["--input", "none.txt", "--val_input", "a.txt"]])
-def test_a_text_of_which_nothing_is_left_for_training_is_refused(flags):
+    ["--input", "a.txt", "--val_tokens", 400], ["--input", "a.txt", "--val_tokens", 9,
+     "--max_tokens", 10], ["--input", "none.txt", "--val_input", "a.txt"],
+    ["--input", "a.txt", "--val_tokens", 1]])
+def test_a_text_of_which_one_part_would_have_less_than_two_tokens_is_refused(flags):
     Path("a.txt").write_text(" a" * 400)
     Path("none.txt").touch()
     assert "--val_tokens" in refusal(*flags, "--out", "out")
@@ -256,28 +257,29 @@ def test_split_says_which_part_of_a_saved_dataset_is_read(gpt2):
     splits = {name: datasets.Dataset.from_dict({"text": part}) for name, part in parts.items()}
     datasets.DatasetDict(splits).save_to_disk("saved")
 
-    prepare("--input", "saved", "--out", "train", "--val_tokens", 1)
-    prepare("--input", "saved", "--split", "test", "--out", "test", "--val_tokens", 1)
+    prepare("--input", "saved", "--out", "train", "--val_tokens", 2)
+    prepare("--input", "saved", "--split", "test", "--out", "test", "--val_tokens", 2)
     for name, part in parts.items():
-        assert tokens(name, "train") == tokens_of(gpt2, part)[1:]
+        assert tokens(name, "train") == tokens_of(gpt2, part)[2:]
 
 
 def test_a_large_document_keeps_its_tokens(gpt2, monkeypatch):
     monkeypatch.setattr(runtime.text, "BLOCK", 1 << 20)
     line = "To be, or not to be: that is the question 🙂.\r\n"
     Path("a.txt").write_text(line * 100_000, encoding="utf-8", newline="")
-    prepare("--input", "a.txt", "--out", "out", "--val_tokens", 1)
+    prepare("--input", "a.txt", "--out", "out")
 
     one = gpt2.encode_ordinary(line)
-    found = np.array(tokens("out", "train")).reshape(100_000, len(one))
+    found = tokens("out", "val") + tokens("out", "train")
+    found = np.array(found[1:]).reshape(100_000, len(one))
     assert (found == one).all()
 
 
 def test_plain_text_needs_no_optional_package(gpt2, text, monkeypatch):
     for name in ("pyarrow", "datasets", "huggingface_hub"):
         monkeypatch.setitem(sys.modules, name, None)
-    prepare("--input", text, "--out", "out", "--val_tokens", 1)
-    assert tokens("out", "train") == tokens_of(gpt2, DOCUMENTS)[1:]
+    prepare("--input", text, "--out", "out", "--val_tokens", 2)
+    assert tokens("out", "train") == tokens_of(gpt2, DOCUMENTS)[2:]
 
 
 @pytest.mark.parametrize("flags, package", [
