@@ -196,8 +196,13 @@ def hellaswag_batches(config, explicit_flags: set[str], process) -> list[tuple]:
     if not config.hellaswag_every:
         return []
 
-    # A value, not an error, because an error of on_all_ranks ends all ranks.
-    examples, problem = process.rank0_first(examples_or_problem, config.hellaswag_data)
+    # The others find the examples in rank 0's cache, or, where it failed, do not try.
+    examples, problem = [], ""
+    if process.is_master:
+        examples, problem = examples_or_problem(config.hellaswag_data)
+    problem = process.from_master(problem)
+    if not process.is_master and not problem:
+        examples, problem = examples_or_problem(config.hellaswag_data)
     problems = [text for text in process.gather(problem) if text]
     if problems and explicit_flags & {"hellaswag_every", "hellaswag_data"}:
         raise process.shared(UserError(

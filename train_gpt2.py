@@ -214,6 +214,7 @@ def start_process(device_name: str) -> Process:
 
     Nothing calls destroy_process_group: run_command ends the ranks, and says why.
     """
+    ranks.end_with_torchrun()
     process = ranks.read_process()
     process.device = device.choose_device(device_name, process.local_rank)  # "cuda:3", "mps", "cpu"
     if process.on_gpu:

@@ -1,4 +1,5 @@
 """The ranks (processes) of a run: what they agree on, and how they learn of a signal."""
+import ctypes
 import os
 import signal
 import sys
@@ -202,6 +203,13 @@ def read_number(name: str, default: int) -> int:
         raise UserError(f"the environment variable {name} is {text!r}, expected a number: start "
                         "several processes with torchrun, which sets the variable, or one with "
                         f"`env -u {name}`") from None
+
+
+def end_with_torchrun() -> None:
+    """Has Linux send this process SIGTERM when torchrun dies. A torchrun that is killed cannot pass
+    anything on, and its ranks would train on, and keep their --out from the next run."""
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(1, int(signal.SIGTERM))         # PR_SET_PDEATHSIG
 
 
 def say_who_is_missing(process: Process) -> None:

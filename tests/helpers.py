@@ -259,8 +259,8 @@ def refused(call, *words, failed=False):
 
 # ----------------------------------------------------------------------- kills, for `before`
 
-def strike(what, *names, item=0, nth=1, rank=0, restart="0"):
-    """From now on this process sends itself the signals `names` at a chosen moment.
+def strike(what, *names, item=0, nth=1, rank=0, restart="0", victim=os.getpid):
+    """From now on this process sends `victim()`, itself, the signals `names` at a chosen moment.
 
     The moment is before micro-batch (or batch of an evaluation) number `item`, when the process
     begins `what` ("step 13", "validation", "HellaSwag") for the `nth` time. Only the process `rank`
@@ -274,7 +274,7 @@ def strike(what, *names, item=0, nth=1, rank=0, restart="0"):
         for i, one in enumerate(items):
             if i == item:
                 for name in names:
-                    os.kill(os.getpid(), signal.Signals[name])
+                    os.kill(victim(), signal.Signals[name])
             yield one
 
     def struck_progress(process, label, items):

@@ -14,7 +14,6 @@ from torch.nn.modules.module import register_module_forward_hook
 import hellaswag
 from hellaswag import (
     evaluate,
-    examples_or_problem,
     hellaswag_batches,
     load_examples,
     make_batches,
@@ -244,17 +243,19 @@ def test_a_missing_package_is_a_users_mistake_without_which_a_run_goes_on(monkey
 
 # ------------------------------------------------------------------------- in a training run
 
-class OneProcess:
-    """A training run's process, as far as hellaswag_batches uses it."""
+class OneRank:
+    """A rank of a training run, as far as hellaswag_batches uses it."""
     device = "cpu"
 
-    def __init__(self):
-        self.first = []             # what rank 0 did before the other ranks
+    def __init__(self, problem_of_master=None):
+        self.is_master = problem_of_master is None
+        self.problem_of_master = problem_of_master
         self.printed = []
 
-    def rank0_first(self, function, *args):
-        self.first.append(function)
-        return function(*args)
+    def from_master(self, value):
+        if self.is_master:
+            return value
+        return self.problem_of_master
 
     def gather(self, value):
         return [value]
@@ -271,27 +272,31 @@ def config_of(**changes):
         **{"hellaswag_every": 250, "hellaswag_data": "", "block_size": 64, **changes})
 
 
-def test_a_run_reads_its_file_of_examples_on_rank_0_first(tmp_path):
+@pytest.mark.parametrize("rank", [OneRank(), OneRank(problem_of_master="")])
+def test_all_ranks_read_a_runs_examples(rank, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", EXAMPLES)
-    process = OneProcess()
-
-    batches = hellaswag_batches(config_of(hellaswag_data=str(path)), set(), process)
-
-    assert process.first == [examples_or_problem]
+    batches = hellaswag_batches(config_of(hellaswag_data=str(path)), set(), rank)
     assert sum(len(labels) for *_, labels in batches) == 30
 
 
-def test_a_run_without_hellaswag_reads_nothing():
-    process = OneProcess()
-    assert hellaswag_batches(config_of(hellaswag_every=0), set(), process) == []
-    assert process.first == []
+def test_where_rank_0_has_failed_the_others_do_not_try(monkeypatch):
+    """The hub's library waits and tries again for half a minute."""
+    tried = []
+    monkeypatch.setattr(hellaswag, "examples_or_problem", tried.append)
+    assert hellaswag_batches(config_of(), set(), OneRank(problem_of_master="no network")) == []
+    assert tried == []
+
+
+def test_a_run_without_hellaswag_reads_nothing(monkeypatch):
+    monkeypatch.setattr(hellaswag, "examples_or_problem", None)
+    assert hellaswag_batches(config_of(hellaswag_every=0), set(), OneRank()) == []
 
 
 def test_examples_that_cannot_be_had_are_a_warning_unless_a_flag_asked_for_them(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("no example\n")
     config = config_of(hellaswag_data=str(path))
-    process = OneProcess()
+    process = OneRank()
 
     assert hellaswag_batches(config, set(), process) == []
     assert len(process.printed) == 1

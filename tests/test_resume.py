@@ -6,6 +6,7 @@ import functools
 import os
 import re
 import shutil
+import sys
 from datetime import timedelta
 
 import numpy as np
@@ -160,6 +161,20 @@ def test_torchrun_brings_back_a_run_of_which_a_rank_is_killed(data, whole, tmp_p
     weights = saved(expected)["model"]
     for name, tensor in saved(tmp_path / "log")["model"].items():
         assert torch.equal(tensor, weights[name]), name
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process that its parent died")
+def test_when_torchrun_is_killed_its_ranks_save_and_end(data, whole, tmp_path):
+    env = site(tmp_path / "site", "import os, helpers\nhelpers.draw_no_pictures()\n"
+                                  "helpers.strike('step 8', 'SIGKILL', victim=os.getppid)")
+    flags = ["--data", data, *RUN, "--out", tmp_path / "log"]
+    killed = torchrun(*flags, env=env)          # waits until the ranks have closed stdout, too
+
+    assert killed.returncode == -9
+    assert "stopped by SIGTERM" in killed.stdout
+    assert 8 < newest(tmp_path / "log") < 12
+    run(*flags, processes=2)
+    same_end(tmp_path / "log", whole(processes=2), 24)
 
 
 def test_ranks_that_torchrun_starts_again_do_not_read_the_addresses_of_the_dead(monkeypatch):
