@@ -432,7 +432,12 @@ def next_command(out: Path, val: list[int], train: list[int]) -> str:
     log = shlex.quote(f"log/{out.resolve().name}")
     command = f"next: python train_gpt2.py --preset {preset} --data {data} --out {log}"
     if preset == "shakespeare":
-        command += f" --max_steps {steps_of_an_epoch(sum(train))}"
+        steps = steps_of_an_epoch(sum(train))
+        command += f" --max_steps {steps}"
+        # With the preset's 50 a long run would validate for longer than it trains. Every 100 steps
+        # it has a checkpoint.
+        if steps > 400:
+            command += f" --val_every {math.ceil(steps / 1000) * 100}"
     if block_size < BLOCK_SIZES[preset]:
         command += f" --block_size {block_size}"
     return command

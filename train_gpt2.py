@@ -620,7 +620,8 @@ def check_finite(
         return
     raise process.shared(RunError(
         f"the loss or the gradient of step {step} is not finite (loss {loss}, gradient norm "
-        f"{norm}): lower --max_lr or raise --warmup_steps"))
+        f"{norm}), and with the same settings it would be so again: lower --max_lr, and begin at "
+        "an earlier checkpoint (--resume) in another --out"))
 
 
 def resume(
@@ -664,7 +665,7 @@ def main(argv: list[str] | None = None) -> int:
         console.print_batch(config, process, schedule, B)
         if config.dry_run:
             rate = B * config.sequence_length * process.world_size / trial(B)
-            console.print_estimate(config, process, schedule.tokens_left(start.step), rate)
+            console.print_estimate(config, process, data, schedule, start.step, rate)
             return 0
 
         # From here on something is written, and a signal asks the run to stop.

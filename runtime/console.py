@@ -178,12 +178,23 @@ def plans(config) -> list[str]:
     return texts
 
 
-def print_estimate(config, process, tokens_left: int, rate: float) -> None:
-    """How long the run will take, for --dry_run, at `rate` tokens per second of all ranks."""
+def print_estimate(
+    config, process, data, schedule: BatchSchedule, step: int, rate: float
+) -> None:
+    """How long the run will take from `step` on, for --dry_run, at `rate` tokens per second of all
+    ranks, forward and backward."""
+    c = config
+    steps = clock(schedule.tokens_left(step) / rate)
+    validations = ""
+    if c.val_every:
+        count = math.ceil(c.max_steps / c.val_every) - math.ceil(step / c.val_every) + 1
+        # A forward takes a third of the time, on CPUs up to a half.
+        seconds = count * data.val_count * c.sequence_length / rate / 3
+        validations = f" and {clock(seconds)} or more for {counted(count, 'validation')}"
     process.print0(
-        f"about {config.total_batch_size / rate:.3g} s per step, {clock(tokens_left / rate)} in "
-        "all without optimizer, evaluations and what several GPUs exchange; nothing was written, "
-        "and the same command without --dry_run starts the run")
+        f"about {c.total_batch_size / rate:.3g} s per step, {steps} for all steps{validations}, "
+        "without optimizer, HellaSwag, samples and what several GPUs exchange; nothing was "
+        "written, and the same command without --dry_run starts the run")
 
 
 def in_bits(loss: float, data) -> str:

@@ -222,7 +222,8 @@ def check_recipe_flags(config, recipes: dict[str, Recipe]) -> None:
     own_flags = recipes[config.recipe].own_flags
     for recipe in recipes.values():
         for name in recipe.own_flags:
-            if name not in own_flags and getattr(config, name) != "auto":
+            default = getattr(type(config), name)
+            if name not in own_flags and getattr(config, name) != default:
                 raise UserError(f"--{name} does not apply to --recipe {config.recipe}: leave the "
                                 "flag out")
 

@@ -167,7 +167,8 @@ def tell_unread(what: str, texts: list[Path], unread: set[Path]) -> None:
                      "(FORMAT csv, HEADER))")
     if not texts:
         kinds = ", ".join(KINDS)
-        raise UserError(f"{what} matches no file of a known kind ({kinds}): check the path{line}")
+        remedy = line.removeprefix("; ") or "check the path"
+        raise UserError(f"{what} matches no file of a known kind ({kinds}): {remedy}")
     if unread:
         print_error(f"{what}{line}")
 

@@ -27,7 +27,7 @@ from recipes import MODELS, fresh_model, load_model
 from runtime.checkpoint import host_copy, read_state, weights_digest
 from runtime.files import checkpoints, replace_file
 from runtime.shards import write_shard
-from train_gpt2 import Config
+from train_gpt2 import RECIPES, Config
 
 SHORT = [*BYTES, "--max_steps", 4, "--val_every", 0, "--device", "cpu",
          "--checkpoint_every", 1, "--keep_checkpoints", "all"]
@@ -258,7 +258,11 @@ def test_each_flag_is_fixed_or_kept_or_of_one_run_alone():
     for f in fields(Config):
         assert bool(f.metadata.get("fixed")) == (f.name in FIXED), f.name
         assert bool(f.metadata.get("per_run")) == (f.name in PER_RUN), f.name
-    assert {"data", "init", *ASKED} | PER_RUN | {"overfit"} == {f.name for f in fields(Config)}
+    of_recipes = set()
+    for recipe in RECIPES.values():
+        of_recipes.update(recipe.own_flags)
+    all_flags = {f.name for f in fields(Config)}
+    assert {"data", "init", *ASKED} | PER_RUN | of_recipes | {"overfit"} == all_flags
     for name, value in ASKED.items():
         assert value != getattr(Config(), name), name
 

@@ -259,12 +259,22 @@ def test_the_product_of_the_batch_is_the_tokens_of_a_step(divisors, world_size, 
     assert capsys.readouterr().out == text
 
 
-def test_an_estimate_has_the_time_of_a_step_and_of_all_that_are_left(capsys):
-    console.print_estimate(make_config(), Process(), 6144, 128.0)
-    text = capsys.readouterr().out
+@pytest.mark.parametrize("step, val_every, text", [
+    # A validation reads 4 x 32 tokens, in a third of a second.
+    (0, 0, "0:00:48 for all steps,"),
+    (0, 10, "0:00:48 for all steps and 0:00:01 or more for 4 validations,"),        # 0, 10, 20, 24
+    (10, 10, "0:00:28 for all steps and 0:00:01 or more for 3 validations,"),
+    (11, 12, "0:00:26 for all steps and 0:00:01 or more for 2 validations,"),       # 12, 24
+    (24, 1, "0:00:00 for all steps and 0:00:00 or more for 1 validation,"),
+])
+def test_an_estimate_has_the_time_of_a_step_and_of_all_that_is_left(step, val_every, text, capsys):
+    config = make_config(max_steps=24, val_every=val_every)
+    data = SimpleNamespace(val_count=4)
+    console.print_estimate(config, Process(), data, BatchSchedule(256, 24), step, 128.0)
+    printed = capsys.readouterr().out
 
-    assert "about 2 s per step, 0:00:48 in all" in text
-    assert "--dry_run" in text
+    assert f"about 2 s per step, {text}" in printed
+    assert "--dry_run" in printed
 
 
 @pytest.mark.parametrize("has_metrics", [True, False])

@@ -592,12 +592,24 @@ def test_the_last_line_names_the_preset_for_so_many_training_tokens(preset, coun
 @pytest.mark.parametrize("count, tolerance", [
     (160_000, 0.02), (306_054, 0.02), (366_000, 0.15), (367_000, 0.15), (10**6, 0.02)])
 def test_the_last_line_has_the_steps_of_about_an_epoch(count, tolerance):
-    *_, max_steps = fineweb.next_command(Path("d"), [10**5], [count]).split()
-    config = Config(**PRESETS["shakespeare"].flags | {"max_steps": int(max_steps)})
+    words = fineweb.next_command(Path("d"), [10**5], [count]).split()
+    max_steps = int(words[words.index("--max_steps") + 1])
+    config = Config(**PRESETS["shakespeare"].flags | {"max_steps": max_steps})
     config.sequence_length = config.block_size
     schedule = make_batch_schedule(frontier.RECIPE, config, world_size=1)
     epochs = schedule.tokens_before(config.max_steps) / count
     assert epochs == pytest.approx(1, abs=tolerance)
+
+
+@pytest.mark.parametrize("count", [306_054, 600_000, 10**6, 10**7])
+def test_a_run_of_the_last_line_validates_ten_times_or_so_where_it_has_a_checkpoint(count):
+    words = fineweb.next_command(Path("d"), [10**5], [count]).split()
+    flags = dict(zip(words, words[1:], strict=False))
+    preset = PRESETS["shakespeare"].flags
+    val_every = int(flags.get("--val_every", preset["val_every"]))
+
+    assert 4 <= int(flags["--max_steps"]) / val_every <= 10
+    assert val_every == preset["val_every"] or val_every % preset["checkpoint_every"] == 0
 
 
 def test_small_reads_its_text_once_at_most():

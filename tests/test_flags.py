@@ -4,7 +4,7 @@ What a recipe and a preset set is in test_recipes.py, what a resume takes in tes
 """
 import math
 import sys
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,9 +27,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from model import GPT, GPTConfig, LanguageModel
-from recipes import MODELS, fresh_model, load_model
+from recipes import MODELS, PRESETS, fresh_model, load_model
+from runtime.cli import flag
+from runtime.flags import FlagTable
 from runtime.shards import write_shard
-from train_gpt2 import Config
+from train_gpt2 import RECIPES, Config
 
 T = 16
 STEPS = 3
@@ -220,6 +222,18 @@ def test_a_choice_is_one_of_these(name, values):
 def test_flags_that_contradict_each_other_are_refused(bad, named, good):
     refused(lambda: parse_flags(bad.split()), *named.split())
     parse_flags(good.split())
+
+
+def test_a_recipes_own_flag_may_have_a_number_as_its_default():
+    @dataclass
+    class LionConfig(Config):
+        beta: float = flag(0.9, "optimisation", "Lion's beta.")
+
+    lion = replace(RECIPES["gpt2"], own_flags=("beta",))
+    table = FlagTable(LionConfig, RECIPES | {"lion": lion}, PRESETS, {})
+    table.check(LionConfig())
+    table.check(LionConfig(recipe="lion", beta=0.8))
+    refused(lambda: table.check(LionConfig(beta=0.8)), "--beta", "gpt2")
 
 
 @pytest.mark.parametrize("line, expected", [
