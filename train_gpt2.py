@@ -655,9 +655,9 @@ def main(argv: list[str] | None = None) -> int:
         model = process.on_all_ranks(make_model, config, start, process.device)
         device.choose_compile(config, model, schedule.tokens_left(start.step), process)
         state = make_train_state(config, model, process)
-        console.print_header(config, process, data, model, schedule, start.step)
         if start.path:
             resume(start, config, process, data, schedule, state)
+        console.print_header(config, process, data, model, schedule, start.step)
 
         # The micro-batch that fits into memory; trial(B) computes one of B sequences twice, and
         # returns the seconds of the second. The training step is compiled here.

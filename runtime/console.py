@@ -91,7 +91,7 @@ class StepLog:
 # ----------------------------------------------------------------------- header and summary
 
 def print_header(config, process, data, model, schedule: BatchSchedule, step: int) -> None:
-    """What the run will do. It begins, or goes on, at `step`."""
+    """What the run will do. It begins, or goes on, at `step`, to which `schedule` is set."""
     c, say = config, process.print0
     how = "eager"
     if c.compile:
@@ -184,7 +184,7 @@ def print_estimate(
     """How long the run will take from `step` on, for --dry_run, at `rate` tokens per second of all
     ranks, forward and backward."""
     c = config
-    steps = clock(schedule.tokens_left(step) / rate)
+    steps = f"{clock(schedule.tokens_left(step) / rate)} for {counted(c.max_steps - step, 'step')}"
     validations = ""
     if c.val_every:
         count = math.ceil(c.max_steps / c.val_every) - math.ceil(step / c.val_every) + 1
@@ -192,9 +192,9 @@ def print_estimate(
         seconds = count * data.val_count * c.sequence_length / rate / 3
         validations = f" and {clock(seconds)} or more for {counted(count, 'validation')}"
     process.print0(
-        f"about {c.total_batch_size / rate:.3g} s per step, {steps} for all steps{validations}, "
-        "without optimizer, HellaSwag, samples and what several GPUs exchange; nothing was "
-        "written, and the same command without --dry_run starts the run")
+        f"about {c.total_batch_size / rate:.3g} s per step, {steps}{validations}, without "
+        "optimizer, HellaSwag, samples and what several GPUs exchange; nothing was written, and "
+        "the same command without --dry_run starts the run")
 
 
 def in_bits(loss: float, data) -> str:

@@ -59,19 +59,29 @@ class LocalFiles:
 
 def find_files(flag: str, patterns: list[str], split: str, out: Path) -> dict[str, Path]:
     """{real path of a file of text: its path}, of all that paths, folders and globs mean, in order.
-    UserError for one of them without any text."""
+    UserError for one of them without any text. One line for each tells what none of them reads."""
     # Shards may be made in the folder of their text, and have a .json beside them.
     manifest = os.path.realpath(out / "manifest.json")
 
-    found = {}
+    found, unread = {}, {}
     for pattern in patterns:
         meant, matched = list_files(pattern, split)
         matched = [path for path in matched if os.path.realpath(path) != manifest
                    and not SHARD_NAME.match(path.name)]
         texts = choose_texts(meant, matched)
-        tell_unread(f"--{flag} {pattern}", texts, set(matched).difference(texts))
+        unread[pattern] = set(matched).difference(texts)
+        if not texts:
+            kinds = ", ".join(KINDS)
+            remedy = describe_unread(unread[pattern]) or "check the path"
+            raise UserError(f"--{flag} {pattern} matches no file of a known kind ({kinds}): "
+                            f"{remedy}")
         for path in texts:
             found.setdefault(os.path.realpath(path), path)
+
+    for pattern, paths in unread.items():
+        line = describe_unread({path for path in paths if os.path.realpath(path) not in found})
+        if line:
+            print_error(f"--{flag} {pattern}: {line}")
     return found
 
 
@@ -150,27 +160,21 @@ def is_about_data(path: Path, endings_beside: set[str]) -> bool:
     return kind == ".arrow" and path.name.startswith("cache-")
 
 
-def tell_unread(what: str, texts: list[Path], unread: set[Path]) -> None:
-    """One line about the files that the flag `what` matches and that are not read. UserError if
-    there is no text beside them."""
-    line = ""
-    if unread:
-        suffixes = Counter(path.suffix if path.suffix else "without an ending" for path in unread)
-        counts = ", ".join(f"{count} {suffix}" for suffix, count in sorted(suffixes.items()))
-        folder = os.path.commonpath([path.parent.absolute() for path in unread])
-        line = f"; not read: {counts} in {os.path.relpath(folder)}"
-        if any(ending(path) in KINDS for path in unread):
-            line += ("; files in subfolders are read with 'FOLDER/**', and a .txt or .json beside "
-                     "data files if it is named itself")
-        if ".tsv" in suffixes:
-            line += ("; of a .tsv make .csv, JSON lines or Parquet (pandas, duckdb, or COPY ... "
-                     "(FORMAT csv, HEADER))")
-    if not texts:
-        kinds = ", ".join(KINDS)
-        remedy = line.removeprefix("; ") or "check the path"
-        raise UserError(f"{what} matches no file of a known kind ({kinds}): {remedy}")
-    if unread:
-        print_error(f"{what}{line}")
+def describe_unread(unread: set[Path]) -> str:
+    """How many files of which endings are not read, where, and how they would be. '' if none."""
+    if not unread:
+        return ""
+    suffixes = Counter(path.suffix if path.suffix else "without an ending" for path in unread)
+    counts = ", ".join(f"{count} {suffix}" for suffix, count in sorted(suffixes.items()))
+    folder = os.path.commonpath([path.parent.absolute() for path in unread])
+    line = f"not read: {counts} in {os.path.relpath(folder)}"
+    if any(ending(path) in KINDS for path in unread):
+        line += ("; text beside files of data is read if it is named, as by 'FOLDER/*.txt', and "
+                 "what is in subfolders by 'FOLDER/**'")
+    if ".tsv" in suffixes:
+        line += ("; of a .tsv make .csv, JSON lines or Parquet (pandas, duckdb, or COPY ... "
+                 "(FORMAT csv, HEADER))")
+    return line
 
 
 def describe(path: Path) -> dict:

@@ -240,6 +240,7 @@ def test_a_longer_run_of_frontier_has_a_batch_of_its_own_which_more_processes_ca
         losses.append(logged(out))
         counts = logged(out, "tokens")
         assert counts[7] - counts[6] == 256
+        assert f"60 steps = {counts[6] + 54 * 256:,} tokens" in text
     for step in (6, 7, 8):
         assert losses[0][step] == pytest.approx(losses[1][step], abs=1e-3)
 

@@ -121,6 +121,13 @@ def test_files_of_subfolders_are_told_with_the_glob_that_takes_them(capsys):
     assert "1 .jsonl" in line and "/**" in line and "in/deep" in line
 
 
+def test_what_another_pattern_takes_is_not_told(capsys):
+    write("in/a.jsonl", "in/b.txt", "in/c.pdf")
+    assert found("in", "in/*.txt") == ["in/a.jsonl", "in/b.txt"]
+    [line] = capsys.readouterr().err.splitlines()
+    assert "1 .pdf" in line and ".txt in" not in line
+
+
 def test_a_link_to_nowhere_is_told(capsys):
     write("in/a.txt")
     os.symlink("nowhere", "in/b.txt")
