@@ -14,6 +14,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -259,8 +260,8 @@ def refused(call, *words, failed=False):
 
 # ----------------------------------------------------------------------- kills, for `before`
 
-def strike(what, *names, item=0, nth=1, rank=0, restart="0", victim=os.getpid):
-    """From now on this process sends `victim()`, itself, the signals `names` at a chosen moment.
+def strike(what, *names, item=0, nth=1, rank=0, restart="0", call=None):
+    """From now on this process sends itself the signals `names`, or calls `call()`, at a moment.
 
     The moment is before micro-batch (or batch of an evaluation) number `item`, when the process
     begins `what` ("step 13", "validation", "HellaSwag") for the `nth` time. Only the process `rank`
@@ -274,7 +275,9 @@ def strike(what, *names, item=0, nth=1, rank=0, restart="0", victim=os.getpid):
         for i, one in enumerate(items):
             if i == item:
                 for name in names:
-                    os.kill(victim(), signal.Signals[name])
+                    os.kill(os.getpid(), signal.Signals[name])
+                if call is not None:
+                    call()
             yield one
 
     def struck_progress(process, label, items):
@@ -286,6 +289,14 @@ def strike(what, *names, item=0, nth=1, rank=0, restart="0", victim=os.getpid):
         return progress(process, label, items)
 
     Process.progress = struck_progress
+
+
+def kill_parent():
+    """Kills the process that has started this one, and waits until it has ended."""
+    parent = os.getppid()
+    ended = os.pidfd_open(parent)
+    os.kill(parent, signal.SIGKILL)
+    select.select([ended], [], [])
 
 
 def striking(what, *names, **options):
