@@ -36,7 +36,7 @@ TWO_GPUS = [
 needs_compiler = pytest.mark.skipif(
     not shutil.which(os.environ.get("CXX", "g++")), reason="needs a C++ compiler")
 
-RECIPES = ["gpt2", "speedrun", "frontier"]
+RECIPES = list(MODELS)
 DTYPES = ["float32", "bfloat16"]
 QUIET = ["--val_every", 0, "--hellaswag_every", 0, "--sample_every", 0]
 SIZES = {
