@@ -91,7 +91,7 @@ class StepLog:
 # ----------------------------------------------------------------------- header and summary
 
 def print_header(config, process, data, model, schedule: BatchSchedule, step: int) -> None:
-    """What the run will do. It begins, or goes on, at `step`, to which `schedule` is set."""
+    """What the run will do from `step` on. `schedule` counts what came before."""
     c, say = config, process.print0
     how = "eager"
     if c.compile:
