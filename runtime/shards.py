@@ -96,8 +96,8 @@ def list_shards(folder: str | Path, split: str) -> list[Path]:
     if not names:
         raise UserError(
             f"{folder} has no shards *_{split}_*.npy or .bin: make edu_fineweb10B with `python "
-            f"fineweb.py`, or fineweb10B with `--pretokenized 17`, or shards of your own text with "
-            f"`--input YOUR_TEXT --out {folder}`")
+            f"fineweb.py`, or for speedrun fineweb10B with `--pretokenized 17`, or shards of your "
+            f"own text with `--input YOUR_TEXT --out {folder}`")
     return [Path(folder, name) for name in names]
 
 
