@@ -188,9 +188,9 @@ def print_estimate(
     validations = ""
     if c.val_every:
         count = math.ceil(c.max_steps / c.val_every) - math.ceil(step / c.val_every) + 1
-        # A forward takes a third of the time, on CPUs up to a half.
+        # A forward takes about a third of the time (docs/running.md).
         seconds = count * data.val_count * c.sequence_length / rate / 3
-        validations = f" and {clock(seconds)} or more for {counted(count, 'validation')}"
+        validations = f" and {clock(seconds)} for {counted(count, 'validation')}"
     process.print0(
         f"about {c.total_batch_size / rate:.3g} s per step, {steps}{validations}, without "
         "optimizer, HellaSwag, samples and what several GPUs exchange; nothing was written, and "

@@ -262,10 +262,10 @@ def test_the_product_of_the_batch_is_the_tokens_of_a_step(divisors, world_size, 
 @pytest.mark.parametrize("step, val_every, text", [
     # A validation reads 4 x 32 tokens, in a third of a second.
     (0, 0, "0:00:48 for 24 steps,"),
-    (0, 10, "0:00:48 for 24 steps and 0:00:01 or more for 4 validations,"),         # 0, 10, 20, 24
-    (10, 10, "0:00:28 for 14 steps and 0:00:01 or more for 3 validations,"),
-    (11, 12, "0:00:26 for 13 steps and 0:00:01 or more for 2 validations,"),        # 12, 24
-    (24, 1, "0:00:00 for 0 steps and 0:00:00 or more for 1 validation,"),
+    (0, 10, "0:00:48 for 24 steps and 0:00:01 for 4 validations,"),         # 0, 10, 20, 24
+    (10, 10, "0:00:28 for 14 steps and 0:00:01 for 3 validations,"),
+    (11, 12, "0:00:26 for 13 steps and 0:00:01 for 2 validations,"),        # 12, 24
+    (24, 1, "0:00:00 for 0 steps and 0:00:00 for 1 validation,"),
 ])
 def test_an_estimate_has_the_time_of_a_step_and_of_all_that_is_left(step, val_every, text, capsys):
     config = make_config(max_steps=24, val_every=val_every)
