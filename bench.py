@@ -46,7 +46,7 @@ from runtime.checkpoint import Start
 from runtime.cli import FlagParser, RunError, UserError, brief_error, print_error, run_command
 from runtime.console import clock
 from runtime.dataloader import INPUT_TXT, TokenDataset, TrainLoader, micro_batches, open_data
-from runtime.device import (
+from runtime.hardware import (
     choose_device,
     choose_dtype,
     device_name,
@@ -237,7 +237,7 @@ def our_step(s: Setting) -> tuple[Callable, torch.nn.Module]:
     if not s.tune_malloc:
         train_gpt2.device.tune_malloc = lambda: None
     process = train_gpt2.start_process(s.device)
-    _, config = train_gpt2.resolve_config(flags, Start(), process)
+    _, config = train_gpt2.FLAGS.resolve(flags, Start(), process)
     train_gpt2.use_tf32(config, process)
     model = train_gpt2.make_model(config, Start(), process.device)
     state = train_gpt2.make_train_state(config, model, process)

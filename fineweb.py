@@ -19,17 +19,21 @@ import os
 import re
 import shlex
 import shutil
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 from tqdm import tqdm
 
+from presets import PRESETS
 from runtime.cli import FlagParser, UserError, run_command
 from runtime.files import lock_folder, remove_leftovers
+from runtime.recipe import BatchSchedule, growing_batch
 from runtime.shards import (
     file_sha256, list_shards, manifest_to_continue, open_shard, read_manifest, shard_names,
     unfinished, write_manifest, write_parts)
@@ -43,8 +47,6 @@ MOST_VALIDATION = 10_000_000    # tokens, if no flag says otherwise
 LEAST_TEXT = 200                # tokens: a shorter text is not divided, but refused
 PRETOKENIZED = "kjj0/fineweb10B-gpt2"
 PUBLISHED_SHARDS = 103          # for training, that it has
-# --block_size of these presets, which recipes.py has, too. To import it would load torch.
-BLOCK_SIZES = {"shakespeare": 1024, "small": 256, "gpt2": 1024}
 
 
 # ----------------------------------------------------------------------------- flags
@@ -424,7 +426,8 @@ def next_command(out: Path, val: list[int], train: list[int]) -> str:
         preset = "gpt2"
 
     # A sequence and its last target must fit into a shard of either split.
-    block_size = BLOCK_SIZES[preset]
+    preset_block_size = PRESETS[preset].flags.get("block_size", 1024)
+    block_size = preset_block_size
     while block_size + 1 > min(max(val), max(train)):
         block_size //= 2
 
@@ -438,19 +441,27 @@ def next_command(out: Path, val: list[int], train: list[int]) -> str:
         # it has a checkpoint.
         if steps > 400:
             command += f" --val_every {math.ceil(steps / 1000) * 100}"
-    if block_size < BLOCK_SIZES[preset]:
+    if block_size < preset_block_size:
         command += f" --block_size {block_size}"
     return command
 
 
 def steps_of_an_epoch(tokens: int) -> int:
     """The steps in which --preset shakespeare reads so many tokens about once, but at least 100."""
-    # A step has 2,048 tokens. In a run of up to 204 steps it has 1,536 on average: frontier.py's
-    # batch_divisors halves the batch of the first steps. So no run reads between 313,344 and
-    # 419,840 tokens: the nearer one of the two is taken.
-    if tokens < 366_592:
-        return max(100, min(204, math.ceil(tokens / 1536)))
-    return max(205, math.ceil(tokens / 2048))
+    flags = PRESETS["shakespeare"].flags
+
+    def tokens_of_run(steps):
+        # The batch of its first steps may be smaller.
+        config = SimpleNamespace(**flags | {"max_steps": steps})
+        config.sequence_length = config.block_size
+        schedule = BatchSchedule(config.total_batch_size, steps, growing_batch(config))
+        return schedule.tokens_before(steps)
+
+    # The first number of steps that reads them all, or the one before, if it is nearer.
+    steps = bisect_left(range(2**32), tokens, lo=1, key=tokens_of_run)
+    if tokens - tokens_of_run(steps - 1) < tokens_of_run(steps) - tokens:
+        steps -= 1
+    return max(100, steps)
 
 
 def print_summary(out: Path, empty_rows: int) -> None:

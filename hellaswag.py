@@ -46,11 +46,7 @@ def load_examples(path: str | Path | None = None) -> list[dict]:
 
 
 def load_examples_of_the_hub() -> list[dict]:
-    # A training run goes on without HellaSwag, if no flag has asked for it.
-    try:
-        import datasets
-    except ModuleNotFoundError:
-        raise UserError("the package datasets is not installed: pip install datasets") from None
+    import datasets
 
     with reading(
         f"HellaSwag ({HUB_NAME})",
@@ -72,7 +68,7 @@ def check_example(row: dict, where: str) -> dict:
 
         # The hub has "1", other files have 1, and 1.5 is a mistake.
         label = int(str(row["label"]))
-    except (KeyError, TypeError, ValueError, RecursionError):
+    except (KeyError, TypeError, ValueError):
         raise problem from None
     if not isinstance(endings, list) or len(endings) != 4:
         raise problem
@@ -181,41 +177,50 @@ def evaluate(
     return counts.cpu().numpy()
 
 
-def examples_or_problem(path: str) -> tuple[list[dict], str]:
-    """load_examples; or [] and what went wrong, for a run that can go on without HellaSwag."""
-    try:
-        return load_examples(path), ""
-    except (UserError, OSError, ModuleNotFoundError) as error:
-        return [], str(error)
+def hellaswag_batches(config, process) -> list[tuple]:
+    """The batches of a training run, the same on all ranks; [] without HellaSwag.
 
-
-def hellaswag_batches(config, explicit_flags: set[str], process) -> list[tuple]:
-    """The batches of a training run, [] without HellaSwag. Rank 0 fetches the examples, before
-    the first step. If it cannot, that is a UserError where a flag asked for HellaSwag, and else a
-    warning."""
+    A file that --hellaswag_data names has to be right. Without the hub a run goes on.
+    """
     if not config.hellaswag_every:
         return []
-
-    # The others find the examples in rank 0's cache, or, where it failed, do not try.
-    examples, problem = [], ""
-    if process.is_master:
-        examples, problem = examples_or_problem(config.hellaswag_data)
-    problem = process.from_master(problem)
-    if not process.is_master and not problem:
-        examples, problem = examples_or_problem(config.hellaswag_data)
-    problems = [text for text in process.gather(problem) if text]
-    if problems and explicit_flags & {"hellaswag_every", "hellaswag_data"}:
-        raise process.shared(UserError(
-            f"{problems[0]}, or turn HellaSwag off with --hellaswag_every 0"))
-    if problems:
-        process.print0(f"warning: continuing without HellaSwag, because {problems[0]}")
-        return []
+    if config.hellaswag_data:
+        examples = process.on_all_ranks(load_examples, config.hellaswag_data)
+    else:
+        examples = fetch_examples(process)
+        if not examples:
+            return []
 
     # A GPU has room for more rows than most CPUs.
     batch_size = 32
-    if process.device.startswith("cuda"):
+    if process.on_gpu:
         batch_size = 128
     return make_batches(examples, config.block_size, batch_size)
+
+
+def fetch_examples(process) -> list[dict]:
+    """The hub's examples, on all ranks. [], after a warning, if they cannot be fetched."""
+    # Rank 0 is the first. The others find the examples in its cache, or do not try.
+    examples, problem = [], ""
+    if process.is_master:
+        examples, problem = examples_or_problem()
+    problem = process.from_master(problem)
+    if not process.is_master and not problem:
+        examples, problem = examples_or_problem()
+
+    problems = [text for text in process.gather(problem) if text]
+    if problems:
+        process.print0(f"warning: continuing without HellaSwag, because {problems[0]}")
+        return []
+    return examples
+
+
+def examples_or_problem() -> tuple[list[dict], str]:
+    """(the hub's examples, ""), or ([], why they cannot be fetched)."""
+    try:
+        return load_examples(), ""
+    except (UserError, ModuleNotFoundError) as error:
+        return [], str(error)
 
 
 # ----------------------------------------------------------------------------- the command
@@ -260,7 +265,7 @@ def main(argv: list[str] | None = None) -> None:
     from tqdm import tqdm
 
     from recipes import check_tokens, load_model
-    from runtime.device import choose_device, oom_as_user_error
+    from runtime.hardware import choose_device, oom_as_user_error
     device = choose_device(args.device)
     examples = None
 

@@ -9,7 +9,7 @@ import itertools
 import sys
 from collections.abc import Iterable, Iterator
 
-from runtime.cli import FlagParser, UserError, run_command
+from runtime.cli import FlagParser, check_range, run_command
 from runtime.tokenizer import EOT, encode, tokenizer
 
 
@@ -57,18 +57,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         if args.interactive:
             args.num_samples = 1
 
-    check_range("--num_samples", args.num_samples, 1, 1000)
-    check_range("--max_new_tokens", args.max_new_tokens, 1, 2**40)
-    check_range("--temperature", args.temperature, 0, 1000)
-    check_range("--top_k", args.top_k, 0, 2**40)
-    check_range("--seed", args.seed, 0, 2**63 - 1)
+    check_range("num_samples", args.num_samples, 1, 1000)
+    check_range("max_new_tokens", args.max_new_tokens, 1, 2**40)
+    check_range("temperature", args.temperature, 0, 1000)
+    check_range("top_k", args.top_k, 0, 2**40)
+    check_range("seed", args.seed, 0, 2**63 - 1)
     return args
-
-
-def check_range(flag: str, value: float, smallest: float, largest: float) -> None:
-    if not smallest <= value <= largest:
-        raise UserError(f"{flag} {value} is out of range: choose a number from {smallest} to "
-                        f"{largest}")
 
 
 def read_prompts() -> Iterator[str]:
@@ -154,7 +148,7 @@ def main(argv: list[str] | None = None) -> None:
     import torch
 
     from recipes import check_tokens, load_model
-    from runtime.device import choose_device, choose_dtype, oom_as_user_error
+    from runtime.hardware import choose_device, choose_dtype, oom_as_user_error
     device = choose_device(args.device)
     dtype = choose_dtype(args.dtype, device)
     autocast = torch.autocast(

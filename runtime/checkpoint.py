@@ -1,14 +1,13 @@
 """Checkpoints: where a run starts, what it takes from a checkpoint, and what one holds."""
-import dataclasses
 import math
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from runtime.cli import UserError, unexpected
+from runtime.cli import RunError, UserError, unexpected
 from runtime.files import checkpoints, reading
 from runtime.optimizers import CombinedOptimizer
 from runtime.recipe import BatchSchedule
@@ -23,21 +22,16 @@ MODEL_SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
 class Start:
     """Where a run begins: with fresh weights, with those of --init, or where a checkpoint ended."""
     model: torch.nn.Module | None = None        # of --init or the checkpoint; None: fresh weights
-    shape: dict = field(default_factory=dict)   # {flag: value}: the model's shape
     path: Path | None = None                    # the checkpoint's; None: a new run
-    checkpoint: dict | None = None              # the checkpoint's content
-    recorded: dict = field(default_factory=dict)        # {flag: value} in the checkpoint
+    checkpoint: dict | None = None              # the checkpoint's content, until `restore`
     step: int = 0                               # steps done
     remedy: str = ""                            # what to do if the checkpoint cannot be used
 
 
-def find_start(
-    flags, given: Collection[str], process, models: dict, load_model: Callable
-) -> Start:
-    """Where the run of these flags begins.
+def find_start(flags, process, models: dict, load_model: Callable) -> Start:
+    """Where the run of these flags begins, which are those of a new run.
 
-    `given`: the names of the flags on the command line. `models`: {recipe: class}. `load_model`
-    reads the model of --init.
+    `models`: {recipe: class}. `load_model` reads the model of --init.
     """
     # All ranks look, so that an error on one is raised on all. Rank 0 decides: without a shared
     # file system other machines may have other checkpoints.
@@ -52,9 +46,7 @@ def find_start(
     # If --init differed, some ranks would wait in rank0_first for others that never come.
     process.require_same({"--init": flags.init})
     if flags.init != "scratch":
-        model = process.rank0_first(load_model, flags.init)
-        process.on_all_ranks(check_init, flags, given, model, models)
-        return Start(model, model_shape(model))
+        return Start(process.rank0_first(load_model, flags.init))
     return Start()
 
 
@@ -63,8 +55,6 @@ def choose_checkpoint(flags) -> Path | None:
 
     The newest one in --out, if there is any. Otherwise the one that --resume names.
     """
-    if flags.overfit:
-        return None
     newest = None
     saved = checkpoints(flags.out)
     if saved:
@@ -97,69 +87,14 @@ def start_from_checkpoint(path: Path, flags, models: dict) -> Start:
     checkpoint = read_checkpoint(path, remedy)
     with reading_run_state(path, remedy):
         model = model_from_checkpoint(checkpoint, path, models, remedy)
-        recorded = recorded_flags(checkpoint["config"], flags)
-        recorded.update(model_shape(model))
         for name in ("step", "tokens"):
             if type(checkpoint[name]) is not int:
                 raise unexpected(f"its {name}", "a number", checkpoint[name])
-    return Start(model, model_shape(model), path, checkpoint, recorded, checkpoint["step"], remedy)
-
-
-def recorded_flags(config: dict, flags) -> dict:
-    """The flags that a checkpoint recorded, without those that every start chooses anew.
-
-    ValueError for a value of another type. Ranges are checked later, with those of all flags.
-    """
-    recorded = {}
-    for f in dataclasses.fields(flags):
-        if f.name not in config or f.metadata.get("per_run"):
-            continue
-        value = config[f.name]
-        recorded[f.name] = value
-        if isinstance(value, str) and value == f.metadata.get("word"):
-            continue
-        choices = f.metadata.get("choices")
-        if type(value) is not f.type or (choices and value not in choices):
-            raise unexpected(f"its --{f.name}", f"a valid {f.type.__name__}", value)
-    return recorded
-
-
-def check_resumed_flags(start: Start, config, wanted: dict) -> None:
-    """UserError for a flag that cannot change on a resume, and for a run that is beyond its end.
-
-    `wanted`, {flag: value}: what the command line or the preset ask for.
-    """
-    for f in dataclasses.fields(config):
-        if f.name not in wanted or f.name not in start.recorded or not f.metadata.get("fixed"):
-            continue
-        recorded = start.recorded[f.name]
-        meant = recorded
-        if f.name == "sequence_length" and recorded == "auto":
-            meant = start.recorded["block_size"]
-        if wanted[f.name] not in (recorded, meant):
-            raise UserError(f"{start.path} was trained with --{f.name} {recorded}, not "
-                            f"{wanted[f.name]}: set --{f.name} to {recorded}, or start a new run "
-                            "with another --out")
-
-    if start.step > config.max_steps:
-        raise UserError(f"{start.path} is at step {start.step}, beyond --max_steps "
-                        f"{config.max_steps}: raise --max_steps, or go back to an earlier "
-                        "checkpoint with --resume and another --out")
-
-
-def check_init(flags, given: Collection[str], model, models: dict) -> None:
-    """UserError if --init's model is another recipe's, or a given flag contradicts its shape."""
-    if type(model) is not models[flags.recipe]:
-        raise UserError(f"--recipe {flags.recipe} contradicts --init {flags.init}, whose model has "
-                        f"the recipe {model.recipe}: use --recipe {model.recipe}")
-    for name, value in model_shape(model).items():
-        wanted = getattr(flags, name)
-        if name in given and wanted != value:
-            raise UserError(f"--{name} {wanted} contradicts --init {flags.init}, whose model has "
-                            f"{value}: use --{name} {value}, or leave the flag out")
+    return Start(model, path, checkpoint, checkpoint["step"], remedy)
 
 
 def model_shape(model) -> dict:
+    """{flag: value} of the flags that are the shape of a model."""
     return {name: getattr(model.config, name) for name in MODEL_SHAPE}
 
 
@@ -315,6 +250,13 @@ def weights_digest(model: torch.nn.Module) -> int:
     """A sum of the weights' bits: ranks that have drifted apart differ in it."""
     sums = [p.detach().view(torch.int32).sum() for p in model.parameters()]
     return torch.stack(sums).sum().item()
+
+
+def require_same_weights(model: torch.nn.Module, process) -> None:
+    """RunError on all ranks if one of them has other weights."""
+    process.require_same(
+        {"the checksum of the weights": weights_digest(model)},
+        "the processes have drifted apart since the last checkpoint", RunError)
 
 
 def host_copy(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

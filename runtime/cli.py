@@ -28,12 +28,18 @@ def flag(default, group, help, **metadata):
 
     word: what may stand in place of a number, as "auto"
     choices: the only values
-    above: 0 if the value cannot be 0 itself
-    largest: the largest value, if it is not 2^40, or 1e38 of a float
+    smallest, largest: the range of a number, if it is not 0 to 2^40, or 0 to 1e38 of a float
     fixed: the value cannot change when a run resumes
     per_run: the value is not taken from the checkpoint
     """
     return field(default=default, metadata={"group": group, "help": help, **metadata})
+
+
+def check_range(name: str, value: float, smallest: float, largest: float) -> None:
+    """UserError unless the number of the flag --`name` is in this range."""
+    if not smallest <= value <= largest:
+        raise UserError(f"--{name} {value} is out of range: choose a number from {smallest} to "
+                        f"{largest}")
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -197,7 +203,7 @@ def use_null_device_for_closed_streams() -> None:
 def returned_code(main: Callable[[], int | None]) -> int:
     try:
         return main() or 0
-    except SystemExit as error:                 # of --help, and of Process.shared
+    except SystemExit as error:                 # of --help, and of Process.seen_by_all
         return error.code or 0
 
 

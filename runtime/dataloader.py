@@ -9,7 +9,7 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 
@@ -231,10 +231,9 @@ class TrainLoader:
 class Data:
     """What a run reads."""
     train: TokenDataset
-    val: TokenDataset | None = None
-    val_count: int = 0          # sequences of one validation, the first ones of `val`
-    hellaswag: list = field(default_factory=list)       # batches of HellaSwag's examples
-    loader: TrainLoader | None = None                   # micro-batches of `train`
+    val: TokenDataset | None = None         # None without validations
+    val_count: int = 0                      # sequences of one validation, the first ones of `val`
+    unfinished: str = ""                    # a warning, if the shards are not all there yet
 
     def fingerprints(self) -> dict[str, list]:
         """{split: [name, tokens, digest] of each shard}."""
@@ -268,11 +267,11 @@ def open_data(config) -> Data:
     train_shards = list_shards(config.data, "train")
     train = TokenDataset(train_shards, T, config.seed, config.shuffle, vocab_size)
     if not config.val_every:
-        return Data(train)
+        return Data(train, unfinished=unfinished(config.data))
 
     val = TokenDataset(list_shards(config.data, "val"), T, vocab_size=vocab_size)
     val_count = max(1, config.val_tokens // T)
-    return Data(train, val, min(val.total, val_count))
+    return Data(train, val, min(val.total, val_count), unfinished(config.data))
 
 
 def open_same_data(config, process) -> Data:
@@ -284,9 +283,8 @@ def open_same_data(config, process) -> Data:
             contents[f"{split} shard {i} of --data"] = str(content)
     process.require_same(contents, "copy the same shards to every machine")
 
-    warning = unfinished(config.data)
-    if warning and not config.overfit:
-        process.print0(warning)
+    if data.unfinished:
+        process.print0(data.unfinished)
     return data
 
 

@@ -47,6 +47,11 @@ def read_row(line: str) -> dict:
     return row
 
 
+def as_written(name: str, value: float) -> float:
+    """The value of a cell as it will be read again."""
+    return float(format(value, FORMATS[name]))
+
+
 def row_line(row: dict) -> str:
     cells = []
     for name, form in FORMATS.items():

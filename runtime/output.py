@@ -1,4 +1,5 @@
 """The folder --out of a run: metrics.csv, checkpoints, loss.png; and Weights & Biases."""
+import math
 import os
 import time
 import uuid
@@ -9,9 +10,8 @@ from pathlib import Path
 
 import torch
 
-from runtime import plots
 from runtime.checkpoint import Start, choose_checkpoint, is_finite
-from runtime.cli import RunError, UserError
+from runtime.cli import RunError, UserError, brief_error, print_error
 from runtime.files import (
     checkpoints,
     lock_folder,
@@ -21,55 +21,61 @@ from runtime.files import (
     sync,
     what_resumes,
 )
-from runtime.metrics import FORMATS, HEADER, lowest, read_metrics, row_line
+from runtime.metrics import FORMATS, HEADER, as_written, lowest, read_metrics, row_line
+from runtime.plots import plot_run
 
 # What a run writes beside its checkpoints.
 RUN_FILES = ("metrics.csv", "loss.png", "wandb_id")
+PATIENCE = 60.0         # seconds between two pictures of a run
 
 
 class Output:
-    """What a run writes. Only rank 0 writes, and with --overfit nobody does.
+    """What a run writes. Only rank 0 writes, and without a folder in --out nobody does.
 
     metrics.csv has one row for each step; a resume, the best checkpoint and the picture read it. As
     a context manager an Output completes and closes its files, however the run ends.
     """
 
-    def __init__(self, flags, process, tokens_before: Callable[[int], int]):
-        self.flags = flags              # which checkpoints record
+    def __init__(self, config, process, tokens_before: Callable[[int], int]):
+        self.config = config
         self.process = process
         self.tokens_before = tokens_before      # step -> the tokens of all steps before it
-        self.out = Path(flags.out)
+        self.out = Path(config.out)
         self.rows = []                  # of metrics.csv
+        self.row_is_open = False        # whether the last one is not in the file yet
         self.table = None               # metrics.csv, open for writing; None: nothing is written
         self.lock = None
         self.wandb = None
-        self.picture_due = 0.0          # when plots.draw may make the next loss.png
+        self.picture_due = 0.0          # when `draw` may make the next loss.png
 
         self.executor = ThreadPoolExecutor(1, "checkpoint")
         self.pending = None             # the Future of the checkpoint that is being written
 
-    def open(self, config, start: Start) -> None:
+    def open(self, start: Start) -> None:
         """Locks the folder, and opens metrics.csv where the run begins or continues.
 
         UserError if metrics.csv is damaged.
         """
-        if config.overfit or not self.process.is_master:
+        if not self.config.out or not self.process.is_master:
             return
 
         self.lock = lock_folder(self.out)
-        if choose_checkpoint(config) != start.path:
+        if choose_checkpoint(self.config) != start.path:
             # The other run saved a checkpoint after this one had chosen where to begin.
             raise RunError(f"another run has just ended in {self.out}: run the same command again")
         remove_leftovers(self.out, rf"checkpoint_\d+\.pt|{'|'.join(RUN_FILES)}")
         if not checkpoints(self.out):
             keep_aside(self.out, self.process.print0)
 
+        # A row at the step where the run resumes stays open for what that step measures.
         self.rows = rows_before(self.out / "metrics.csv", start.step)
-        text = "".join(f"{line}\n" for line in [HEADER, *map(row_line, self.rows)])
+        self.row_is_open = bool(self.rows) and self.rows[-1]["step"] == start.step
+        complete = self.rows[:len(self.rows) - self.row_is_open]
+        text = "".join(f"{line}\n" for line in [HEADER, *map(row_line, complete)])
         replace_file(self.out / "metrics.csv", lambda file: file.write(text.encode()))
         self.table = open(self.out / "metrics.csv", "a", newline="\n")
-        if config.wandb:
-            self.wandb = open_wandb(self.out.resolve(), vars(config), resumes=start.step > 0)
+        if self.config.wandb:
+            self.wandb = open_wandb(self.out.resolve(), vars(self.config), resumes=start.step > 0)
 
     # ------------------------------------------------------------------------- metrics.csv
 
@@ -87,42 +93,55 @@ class Output:
         tokens = self.tokens_before(last["step"] + 1) - self.tokens_before(last["step"])
         return last["seconds"] + tokens / rate
 
-    def add(self, step: int, kind: str, value: float, **more: float) -> None:
-        """Records `value` of `kind` (train, val or hella) in the row of `step`.
+    def add(self, step: int, **cells: float) -> None:
+        """Records cells of the row of `step`: val and hella, and then those of its training.
 
-        `more`: other cells of that row. The evaluations of a step come before its training.
+        The row is written when it has them all, so that a kill leaves no half of one.
         """
         if self.table is None:
             return
-        end = self.table.tell()
-        if self.rows and self.rows[-1]["step"] == step:
-            end -= len(row_line(self.rows[-1])) + 1             # rewrite this row
-        else:
+        if not self.has_row(step):
+            self.end_row()
             row = dict.fromkeys(FORMATS)
             row.update(step=step, tokens=self.tokens_before(step), seconds=self.seconds)
             self.rows.append(row)
-        self.rows[-1].update(more)
-        self.rows[-1][kind] = round(value, 6)                   # as it will be read again
-
-        # After a kill between truncate and print the row is missing, but never half of it.
-        self.table.truncate(end)
-        print(row_line(self.rows[-1]), file=self.table, flush=True)
+        for name, value in cells.items():
+            self.rows[-1][name] = as_written(name, value)
+        self.row_is_open = True
+        if "train" in cells:
+            self.end_row()
         if self.wandb:
-            self.wandb.log({kind: value, **more}, step=step)
+            self.wandb.log(cells, step=step)
 
-    def evaluated(self, step: int) -> set[str]:
-        """The evaluations of this step that are recorded already: "val", "hella", both or none.
+    def has_row(self, step: int) -> bool:
+        """Whether the last row is that of this step."""
+        return bool(self.rows) and self.rows[-1]["step"] == step
 
-        A run that resumes does not repeat them.
-        """
-        if not self.rows or self.rows[-1]["step"] != step:
-            return set()
-        return {kind for kind in ("val", "hella") if self.rows[-1][kind] is not None}
+    def end_row(self) -> None:
+        """Writes the last row, if it is not in the file yet."""
+        if self.row_is_open:
+            print(row_line(self.rows[-1]), file=self.table, flush=True)
+        self.row_is_open = False
 
     def draw(self, title: str, last: bool) -> None:
-        """Draws loss.png; with `last` in any case."""
-        if self.table:
-            plots.draw(self, title, last)
+        """Draws loss.png, at most once in PATIENCE seconds, and at the end (`last`).
+
+        A failure is a warning. Without matplotlib it warns once, and does not try again.
+        """
+        never_again = self.picture_due == math.inf
+        too_early = time.monotonic() < self.picture_due
+        if self.table is None or never_again or (too_early and not last):
+            return
+
+        path = self.out / "loss.png"
+        self.picture_due = time.monotonic() + PATIENCE
+        try:
+            plot_run(self.rows, path, title)
+        except Exception as error:
+            # matplotlib raises all kinds of errors, and no run should end by a picture.
+            print_error(f"warning: {path} was not drawn ({brief_error(error)})")
+            if isinstance(error, ModuleNotFoundError):
+                self.picture_due = math.inf
 
     # ------------------------------------------------------------------------- checkpoints
 
@@ -133,6 +152,7 @@ class Output:
         is raised by the next call, or by finish_save. RunError if a tensor is not finite.
         """
         self.finish_save()
+        self.end_row()
 
         # After a loss of power no checkpoint may be newer than the record that it continues.
         sync(self.table.fileno())
@@ -152,7 +172,7 @@ class Output:
         refuse_non_finite(content, path)
         save_atomically(path, content)
 
-        keep = self.flags.keep_checkpoints
+        keep = self.config.keep_checkpoints
         if keep != "all":
             for step, old in checkpoints(self.out)[:-keep]:
                 if step != best_step:
@@ -167,6 +187,8 @@ class Output:
 
     def what_resumes(self) -> str:
         """What the same command does next, once the checkpoint being written is complete."""
+        if not self.config.out:
+            return ""
         self.finish_save()
         return what_resumes(self.out)
 
@@ -178,6 +200,7 @@ class Output:
     def __exit__(self, kind, error, traceback):
         try:
             self.finish_save()
+            self.end_row()                          # of the last evaluation
         except (RunError, OSError) as error_of_save:
             if error is None:
                 error = error_of_save
@@ -191,7 +214,7 @@ class Output:
                 self.wandb.finish()
 
         # What ends a run gets a sentence about how it goes on.
-        if isinstance(error, UserError | RunError | OSError) and not self.flags.overfit:
+        if isinstance(error, UserError | RunError | OSError) and self.config.out:
             text = f"{error}. {what_resumes(self.out)}"
             if isinstance(error, OSError) and error.filename is None:
                 text = f"{self.out} cannot be written: {text}"

@@ -3,7 +3,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from inspect import signature
@@ -18,6 +18,10 @@ from runtime.cli import RunError, UserError, discard, exit_code, print_error, sa
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")      # SIGUSR1 is Slurm's warning
 
 
+class Stopped(Exception):
+    """A signal asks this process to stop: the step or evaluation that it is in is dropped."""
+
+
 @dataclass
 class Process:
     """One rank of world_size, with its own device. Rank 0, the master process, prints and saves."""
@@ -25,7 +29,7 @@ class Process:
     local_rank: int = 0         # among those of this machine
     world_size: int = 1
     device: str = "cpu"
-    received: str = ""          # the last signal that asked this process to stop
+    signal: str = ""            # the last one that asked this process to stop
 
     @property
     def is_master(self) -> bool:
@@ -69,7 +73,7 @@ class Process:
         """Rank 0's value, on all ranks."""
         return self.gather(value)[0]
 
-    def shared(self, error: UserError | RunError) -> BaseException:
+    def seen_by_all(self, error: UserError | RunError) -> BaseException:
         """What a rank raises for a mistake that all ranks have noticed: only rank 0 prints it."""
         if self.is_master:
             return error
@@ -97,7 +101,7 @@ class Process:
             message = str(error)
             if rank > 0:
                 message = f"process {rank}: {message}"
-            raise self.shared(type(error)(message))
+            raise self.seen_by_all(type(error)(message))
         return result
 
     def rank0_first(self, function, *args):
@@ -126,7 +130,7 @@ class Process:
             for name in of_master | of_rank:
                 found, expected = of_rank.get(name), of_master.get(name)
                 if found != expected:
-                    raise self.shared(error(
+                    raise self.seen_by_all(error(
                         f"process {rank}: {name} is {safe_repr(found)}, but "
                         f"{safe_repr(expected)} on process 0: {remedy}"))
 
@@ -135,19 +139,25 @@ class Process:
     def stop_requested(self) -> bool:
         """Whether a signal asks this process to stop at once, in the middle of a step.
 
-        Several ranks have to stop at the same place. They agree on it once in each step.
+        Several ranks have to stop at the same place. They vote on it in each step (train_step).
         """
-        return self.world_size == 1 and self.received != ""
+        return self.world_size == 1 and self.signal != ""
 
-    def progress(self, what: str, items: Iterable) -> Iterable:
-        """The items. Rank 0 shows a bar on a terminal if they take longer than ten seconds."""
+    def progress(self, what: str, items: Iterable) -> Iterator:
+        """The items. Raises Stopped before one of them if a signal asks this process to stop.
+
+        Rank 0 shows a bar on a terminal if they take longer than ten seconds.
+        """
         hidden = None                               # None: hidden unless stderr is a terminal
         if not self.is_master:
             hidden = True
-        return tqdm(items, what, delay=10, leave=False, disable=hidden)
+        for item in tqdm(items, what, delay=10, leave=False, disable=hidden):
+            if self.stop_requested():
+                raise Stopped
+            yield item
 
     def catch_signals(self) -> None:
-        """From now on a signal of STOP_SIGNALS is only noted in `received`."""
+        """From now on a signal of STOP_SIGNALS is only noted in `signal`."""
         for name in STOP_SIGNALS:
             number = getattr(signal, name, None)    # Windows has only two of them
             if number is None or signal.getsignal(number) == signal.SIG_IGN:
@@ -160,10 +170,10 @@ class Process:
         # A second Ctrl-C or SIGTERM ends the process at once. Not of several ranks: torchrun passes
         # on the terminal's Ctrl-C, so that it comes twice, and ends its processes itself.
         urgent = ("SIGINT", "SIGTERM")
-        if name in urgent and self.received in urgent and self.world_size == 1:
+        if name in urgent and self.signal in urgent and self.world_size == 1:
             os._exit(128 + number)
 
-        self.received = name
+        self.signal = name
         if self.is_master:
             try:
                 # Not print: the signal may have interrupted one.
@@ -205,7 +215,7 @@ def read_number(name: str, default: int) -> int:
                         f"`env -u {name}`") from None
 
 
-def end_with_torchrun() -> None:
+def die_with_torchrun() -> None:
     """Has Linux send this process SIGTERM when torchrun dies. A torchrun that is killed cannot pass
     anything on, and its ranks would train on, and keep their --out from the next run."""
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:

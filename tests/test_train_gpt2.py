@@ -28,12 +28,12 @@ from runtime.console import StepLog
 from runtime.dataloader import Data, TokenDataset
 from runtime.files import checkpoints
 from runtime.metrics import read_metrics
-from runtime.ranks import Process
+from runtime.ranks import Process, Stopped
 from runtime.recipe import BatchSchedule
 from runtime.shards import write_shard
 from runtime.tokenizer import EOT, encode, tokenizer
 from runtime.weights import read_checkpoint
-from train_gpt2 import Config, warmup_cosine
+from train_gpt2 import FLAGS, Config, warmup_cosine
 
 OFF = {"val_every": 0, "hellaswag_every": 0, "sample_every": 0, "checkpoint_every": 0}
 
@@ -135,7 +135,7 @@ def test_muons_momentum_rises_over_the_first_154_of_1000_steps(step, expected):
 
 def test_auto_becomes_a_value_in_config_and_stays_auto_in_the_flags_as_asked():
     given = {"block_size": 64, "max_lr": 2e-3, "dtype": "float32"}
-    flags, config = train_gpt2.resolve_config(given, Start(), Process())
+    flags, config = FLAGS.resolve(given, Start(), Process())
 
     assert config.sequence_length == 64
     assert config.min_lr == 2e-4
@@ -145,18 +145,18 @@ def test_auto_becomes_a_value_in_config_and_stays_auto_in_the_flags_as_asked():
 
 def test_on_a_gpu_a_micro_batch_has_at_most_65536_tokens():
     given = {"dtype": "float32"}
-    _, config = train_gpt2.resolve_config(given, Start(), Process(device="cuda:0"))
+    _, config = FLAGS.resolve(given, Start(), Process(device="cuda:0"))
     assert config.batch_size == 64
 
 
 def test_a_sequence_that_is_longer_than_a_micro_batch_makes_one_alone():
-    _, config = train_gpt2.resolve_config({"block_size": 8192}, Start(), Process())
+    _, config = FLAGS.resolve({"block_size": 8192}, Start(), Process())
     assert config.batch_size == 1
 
 
 def test_a_given_micro_batch_may_be_larger_than_the_automatic_one():
     given = {"batch_size": 100, "dtype": "float32"}
-    _, config = train_gpt2.resolve_config(given, Start(), Process())
+    _, config = FLAGS.resolve(given, Start(), Process())
     assert config.batch_size == 100
 
 
@@ -319,9 +319,9 @@ def test_a_signal_drops_the_step_of_a_single_process():
     config = small_config()
     state = make_state(config, process=process)
 
-    numbers = train_gpt2.train_step(0, config, process, Batches(tokens(8, 25), 4), state)
+    with pytest.raises(Stopped):
+        train_gpt2.train_step(0, config, process, Batches(tokens(8, 25), 4), state)
 
-    assert numbers is None
     for p, after in zip(before.parameters(), state.model.parameters(), strict=True):
         assert torch.equal(p, after)
 
@@ -736,7 +736,8 @@ def test_a_signal_ends_an_evaluation_and_nothing_of_it_is_recorded():
     state.model.register_forward_pre_hook(lambda *_: seen.append(1))
 
     process = Process(received="SIGTERM")
-    train_gpt2.evaluate(1, config, process, validation_data(11), state, log)
+    with pytest.raises(Stopped):
+        train_gpt2.evaluate(1, config, process, validation_data(11), state, log)
 
     assert seen == []
     assert log.evaluations == []
@@ -791,7 +792,7 @@ class FakeTime:
     def train_step(self, step, config, process, loader, state):
         self.events.append(f"train {step}")
         if step == self.signal_in:
-            return None
+            raise Stopped
         self.gpu_is_free = max(self.now, self.gpu_is_free) + self.seconds[step]
         if not process.on_gpu:
             self.now = self.gpu_is_free

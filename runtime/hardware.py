@@ -2,6 +2,7 @@
 import contextlib
 import ctypes
 import functools
+import logging
 import os
 import platform
 import re
@@ -9,7 +10,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -145,18 +145,12 @@ def memory_errors(device: str):
 def most_sequences_that_fit(config, model: torch.nn.Module, device: str, reserved: int) -> int:
     """An upper bound of the sequences of a micro-step that fit into a GPU's free memory.
 
-    The numbers below were counted for compiled models. An eager model takes up to three times as
-    much: then the trial fails, and the micro-batch is halved. `reserved` bytes have to stay free.
+    It holds for compiled models. An eager one takes up to three times as much: then the trial
+    fails, and the micro-batch is halved. `reserved` bytes have to stay free.
     """
-    # For its backward a block keeps these vectors of width n_embd for each token: its input,
-    # the first norm, q, k, v, the output of attention, the residual stream, the second norm;
-    # and 4 of the hidden layer, whose GELU is computed again. The rest are sums of the norms
-    # and of attention.
-    vectors = 12.2
-    if config.recipe != "gpt2":
-        vectors = 20.1          # counted with tests/null_gpu for speedrun; frontier's are 20.4
+    vectors = model.kept_vectors
     if config.recompute:
-        vectors = 1             # the input alone
+        vectors = 1             # of each block the input alone
 
     # A token has one row of logits, too; their gradient takes their place.
     numbers = config.vocab_size + config.n_layer * vectors * config.n_embd
@@ -172,7 +166,7 @@ def most_sequences_that_fit(config, model: torch.nn.Module, device: str, reserve
     return max(1, int((free - others - reserved) / bytes_of_sequence))
 
 
-def time_micro_step(state, T: int, device: str, reserved: int, B: int) -> float:
+def time_micro_step(state, T: int, device: str, B: int, reserved: int = 0) -> float:
     """Seconds of a forward and backward of B sequences of T tokens, after a first that may compile.
 
     `state`: train_gpt2.TrainState. Its weights do not change; its gradients are removed. `reserved`
@@ -203,17 +197,17 @@ def time_micro_step(state, T: int, device: str, reserved: int, B: int) -> float:
 
 
 def choose_micro_batch(
-    flags, config, start, schedule: BatchSchedule, state, process
-) -> tuple[int, Callable]:
-    """B, the sequences of a micro-batch; and trial(B), the seconds of a micro-step of B of them.
+    config, may_shrink: bool, schedule: BatchSchedule, state, process
+) -> int:
+    """B, the sequences of every micro-batch: at most --batch_size, and a divisor of each step's.
 
-    `flags` are as asked, `config` as resolved. What is compiled is compiled here, and the attention
-    kernel tried: a run that cannot work ends before its first step.
+    With `may_shrink` it is halved until it fits into the memory of every rank. What is compiled is
+    compiled here: a run that cannot work ends before its first step.
     """
-    limit, reserved = config.batch_size, 0
-    may_shrink = flags.batch_size == "auto"
-    if process.on_gpu and start.step == 0:
-        reserved = state.optimizer.state_bytes()        # the first step will allocate the moments
+    limit = config.batch_size
+    reserved = 0
+    if process.on_gpu:
+        reserved = state.optimizer.bytes_to_allocate()      # the first step will allocate these
     if process.on_gpu and may_shrink:
         # Some memory stays free, because later steps leave gaps between what they allocate.
         free_bytes, _ = torch.cuda.mem_get_info(process.device)
@@ -221,22 +215,20 @@ def choose_micro_batch(
         fitting = most_sequences_that_fit(config, state.model, process.device, reserved)
         limit = min(limit, fitting)
 
-    trial = partial(time_micro_step, state, config.sequence_length, process.device, reserved)
-    return largest_micro_batch(config, may_shrink, limit, schedule, process, trial), trial
+    def trial(B):
+        time_micro_step(state, config.sequence_length, process.device, B, reserved)
+
+    return largest_micro_batch(config, may_shrink, limit, schedule, process, trial)
 
 
 def largest_micro_batch(
     config, may_shrink: bool, limit: int, schedule: BatchSchedule, process, trial: Callable
 ) -> int:
-    """B, the sequences of every micro-batch: at most `limit`, and a divisor of each step's share.
-
-    With `may_shrink` it is halved until `trial(B)` fits into the memory of every rank.
-    """
+    """The largest B up to `limit` that choose_micro_batch may choose. `trial(B)` computes one."""
     # Later steps have as many sequences as the first one, or a multiple: every micro-batch of the
     # run has the same shape, and nothing is compiled twice.
     share = schedule.tokens(0) // config.sequence_length // process.world_size
-    has_pinned_kernel = config.attention not in ("auto", "naive")
-    needs_trial = config.compile or has_pinned_kernel or (process.on_gpu and may_shrink)
+    needs_trial = config.compile or (process.on_gpu and may_shrink)
 
     # The GPUs of the ranks may differ in size, but not their micro-batches.
     limit = min(process.gather(limit))
@@ -246,7 +238,7 @@ def largest_micro_batch(
             return B
 
         fits_here = process.on_all_ranks(
-            fits_in_memory, trial, B, may_shrink, config, process.device)
+            fits_in_memory, trial, B, may_shrink, config.compile)
         torch.cuda.empty_cache()        # what the run allocates need not fit into a trial's blocks
         if all(process.gather(fits_here)):
             return B
@@ -261,26 +253,17 @@ def largest_divisor(n: int, limit: int) -> int:
     return divisor
 
 
-def fits_in_memory(trial: Callable, B: int, may_shrink: bool, config, device: str) -> bool:
+def fits_in_memory(trial: Callable, B: int, may_shrink: bool, compiled: bool) -> bool:
     """Whether `trial(B)` fits. Any other failure of it is raised, with a remedy if we know one."""
     try:
-        # If there is no kernel for attention, torch says in warnings why.
-        with warnings.catch_warnings(record=True, action="always") as torch_warnings:
-            trial(B)
+        trial(B)
         return True
     except Exception as error:          # the compiler, its backend and Triton raise many types
         if is_out_of_memory(error):
             if may_shrink and B > 1:
                 return False
             raise
-
-        if re.search("No (available kernel|viable backend)", str(error)):
-            why = "; ".join(str(w.message).split(" (Triggered")[0] for w in torch_warnings)
-            if why == "":
-                why = brief_error(error)
-            raise UserError(f"--attention {config.attention} cannot run on {device} in "
-                            f"{config.dtype} ({why}): use --attention auto") from None
-        if config.compile:
+        if compiled:
             raise RunError(f"torch.compile fails on this machine ({brief_error(error)}): train "
                            "with --no_compile") from None
         raise
@@ -354,14 +337,21 @@ def seconds_between(first, last) -> float:
     return first.elapsed_time(last) / 1000
 
 
-def choose_compile(config, model: torch.nn.Module, tokens_left: int, process) -> None:
-    """Decides --compile auto, and says so where one would wonder."""
+def choose_compile(config, model: torch.nn.Module, tokens_left: int, process) -> bool:
+    """--compile, where it is "auto" by the length of the run. Says so where one would wonder."""
     if config.compile != "auto":
-        return
+        return config.compile
     flops = tokens_left / process.world_size * model.flops_per_token(config.sequence_length)
-    config.compile = process.on_gpu and process.from_master(compiling_pays(flops, process.device))
-    if process.on_gpu and not config.compile:
+    pays = process.on_gpu and process.from_master(compiling_pays(flops, process.device))
+    if process.on_gpu and not pays:
         process.print0("eager, because the run is too short for torch.compile to pay")
+    return pays
+
+
+def silence_compiler() -> None:
+    """Hides a warning that torch.compile has on a T4: "not enough SMs to use max_autotune_gemm"."""
+    # Nothing here uses that mode.
+    logging.getLogger("torch._inductor.utils").setLevel(logging.ERROR)
 
 
 def compiling_pays(flops: float, device: str) -> bool:
