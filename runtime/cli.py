@@ -10,6 +10,10 @@ from dataclasses import field
 from pathlib import Path
 
 __version__ = "0.1.0"       # of the project; CHANGELOG.md says what changed
+# What recipes.load_model reads.
+MODEL_HELP = ("A checkpoint (of this project, nanoGPT or build-nanogpt), the folder of a run (its "
+              "newest checkpoint), FOLDER/best (the checkpoint with the lowest validation loss), a "
+              "folder in the Hugging Face format, or a name on the Hugging Face hub")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
