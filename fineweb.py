@@ -35,7 +35,7 @@ from runtime.cli import FlagParser, UserError, run_command
 from runtime.files import lock_folder, remove_leftovers
 from runtime.recipe import BatchSchedule, growing_batch
 from runtime.shards import (
-    file_sha256, list_shards, manifest_to_continue, open_shard, read_manifest, shard_names,
+    count_tokens, file_sha256, list_shards, manifest_to_continue, read_manifest, shard_names,
     unfinished, write_manifest, write_parts)
 from runtime.sources import (
     DOWNLOAD, FINEWEB, FINEWEB_EDU, HubDataset, LocalFiles, hub_errors, hub_names)
@@ -466,8 +466,8 @@ def steps_of_an_epoch(tokens: int) -> int:
 
 def print_summary(out: Path, empty_rows: int) -> None:
     """What the folder has, what this call has left out, and the command that comes next."""
-    val = [len(open_shard(path)) for path in list_shards(out, "val")]
-    train = [len(open_shard(path)) for path in list_shards(out, "train")]
+    val = [count_tokens(path) for path in list_shards(out, "val")]
+    train = [count_tokens(path) for path in list_shards(out, "train")]
     line = (f"{out}: {len(val) + len(train)} shards complete, {sum(val):,} tokens for validation "
             f"and {sum(train):,} for training")
     if empty_rows:

@@ -7,7 +7,7 @@ import pytest
 from runtime.cli import UserError
 from runtime.dataloader import open_data
 from runtime.shards import (
-    list_shards, open_shard, read_shard, shard_names, unfinished, write_parts, write_shard)
+    count_tokens, list_shards, read_shard, shard_names, unfinished, write_parts, write_shard)
 
 TOKENS = np.arange(100, dtype=np.uint16)
 
@@ -19,7 +19,7 @@ def test_a_shard_is_written_as_its_tokens_come_in_either_format(name, tmp_path):
     parts = [TOKENS[:5], TOKENS[5:6], TOKENS[6:6], TOKENS[6::3]]
     expected = np.concatenate(parts)
     write_parts(tmp_path / name, len(expected), iter(parts))
-    assert open_shard(tmp_path / name).tolist() == expected.tolist()
+    assert count_tokens(tmp_path / name) == len(expected)
     assert read_shard(tmp_path / name).tolist() == expected.tolist()
 
 
@@ -47,7 +47,7 @@ def test_nanogpts_two_files_are_the_shards_of_their_folder(tmp_path):
     write_nanogpt(tmp_path)
     for split, tokens in (("train", TOKENS), ("val", TOKENS[:20])):
         [path] = list_shards(tmp_path, split)
-        assert open_shard(path).tolist() == tokens.tolist()
+        assert count_tokens(path) == len(tokens)
         assert read_shard(path).tolist() == tokens.tolist()
 
 
@@ -115,13 +115,13 @@ def test_a_shard_that_is_cut_off_is_refused(name, length, tmp_path):
     write_shard(path, TOKENS)
     path.write_bytes(path.read_bytes()[:length])
     with pytest.raises(UserError, match=name):
-        open_shard(path)
+        read_shard(path)
 
 
 def test_a_bin_of_nanogpt_with_half_a_token_is_refused(tmp_path):
     (tmp_path / "train.bin").write_bytes(b"\1\0\2")
     with pytest.raises(UserError, match="train.bin"):
-        open_shard(tmp_path / "train.bin")
+        read_shard(tmp_path / "train.bin")
 
 
 @pytest.mark.parametrize("array", [
@@ -129,27 +129,28 @@ def test_a_bin_of_nanogpt_with_half_a_token_is_refused(tmp_path):
 def test_an_array_that_is_no_tokens_is_refused(array, tmp_path):
     np.save(tmp_path / "x_train_000001.npy", array)
     with pytest.raises(UserError, match="x_train_000001.npy"):
-        open_shard(tmp_path / "x_train_000001.npy")
+        read_shard(tmp_path / "x_train_000001.npy")
 
 
 def test_objects_in_a_npy_are_not_loaded(tmp_path):
     np.save(tmp_path / "x_train_000001.npy", np.array([{"a": 1}]), allow_pickle=True)
     with pytest.raises(UserError, match="x_train_000001.npy"):
-        open_shard(tmp_path / "x_train_000001.npy")
+        read_shard(tmp_path / "x_train_000001.npy")
 
 
-@pytest.mark.parametrize("data, word", [
-    (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
-    (b"\x1f\x8b and more", "gunzip"), (TOKENS.tobytes(), "OLMo")])
-def test_a_file_of_another_kind_is_told_by_its_first_bytes(data, word, tmp_path):
+@pytest.mark.parametrize("data", [
+    b"version https://git-lfs.github.com/spec/v1\n",
+    TOKENS.tobytes(),                               # without a header, as OLMo's tokens are
+])
+def test_a_file_of_another_kind_is_refused(data, tmp_path):
     (tmp_path / "x_train_000001.npy").write_bytes(data)
-    with pytest.raises(UserError, match=word):
-        open_shard(tmp_path / "x_train_000001.npy")
+    with pytest.raises(UserError, match="x_train_000001.npy"):
+        read_shard(tmp_path / "x_train_000001.npy")
 
 
 def test_a_shard_that_is_gone_is_an_error_that_names_it(tmp_path):
     with pytest.raises((FileNotFoundError, UserError), match="x_train_000001.npy"):
-        open_shard(tmp_path / "x_train_000001.npy")
+        read_shard(tmp_path / "x_train_000001.npy")
 
 
 # ------------------------------------------------------------------------- an unfinished folder
@@ -187,4 +188,4 @@ def test_a_shard_that_is_longer_than_its_header_says_is_refused(name, tmp_path):
     write_shard(path, TOKENS)
     path.write_bytes(path.read_bytes() + b"\1\0")
     with pytest.raises(UserError, match=name):
-        open_shard(path)
+        read_shard(path)

@@ -493,15 +493,19 @@ def test_a_tar_archive_is_no_text(tmp_path):
     assert "tar" in refusal(tmp_path, "a.txt.gz", data)
 
 
-@pytest.mark.parametrize("name, data, word", [
-    ("a.jsonl", gzip.compress(b'{"text": "a"}', mtime=0), "gunzip"),
-    ("a.txt", pyarrow.compress(b"words", "zstd", asbytes=True), "zst"),
-    ("a.csv", b"PAR1 and more", "Parquet"),
-    ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid", "git lfs pull"),
-    ("a.txt", b"version https://git-lfs.github.com/spec/v1\noid", "git lfs pull"),
-    ("a.parquet", b"PK\x03\x04 and more", "zip")])
-def test_a_file_of_another_kind_than_its_name_says_is_named(name, data, word, tmp_path):
-    assert word in refusal(tmp_path, name, data)
+def test_a_pointer_of_git_lfs_is_no_text(tmp_path):
+    """It is valid UTF-8, and would be trained on."""
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
+    assert "git lfs pull" in refusal(tmp_path, "a.txt", pointer)
+
+
+@pytest.mark.parametrize("name, data", [
+    ("a.jsonl", gzip.compress(b'{"text": "a"}', mtime=0)),
+    ("a.txt", pyarrow.compress(b"words", "zstd", asbytes=True)),
+    ("a.csv", b"PAR1\xff and more"),
+    ("a.parquet", b"PK\x03\x04 and more")])
+def test_a_file_of_another_kind_than_its_name_says_is_refused(name, data, tmp_path):
+    assert name in refusal(tmp_path, name, data)
 
 
 @FAST
