@@ -1,4 +1,4 @@
-"""runtime/device.py: the device and its dtype, what fits into its memory, how fast devices are."""
+"""runtime/hardware.py: the device and its dtype, what fits into its memory, how fast devices are."""
 import os
 import platform
 import sys
@@ -15,11 +15,12 @@ from helpers import BYTES, command, forked, on_ranks, train
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 import train_gpt2
+from config import Config
 from model import GPT, GPTConfig
-from runtime import device
+from runtime import hardware
 from runtime.checkpoint import Start
 from runtime.cli import RunError, UserError
-from runtime.device import (
+from runtime.hardware import (
     choose_compile,
     choose_device,
     choose_dtype,
@@ -236,7 +237,7 @@ def test_auto_is_bfloat16_where_the_hardware_has_it(
         return has_bfloat16 or (including_emulation and emulates_it)
 
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
-    monkeypatch.setattr("runtime.device.cpu_has_bfloat16", lambda: has_bfloat16)
+    monkeypatch.setattr("runtime.hardware.cpu_has_bfloat16", lambda: has_bfloat16)
 
     assert choose_dtype("auto", device) == expected
 
@@ -360,7 +361,7 @@ class Card:
     def __init__(self, what, memory, monkeypatch):
         self.counted = COUNTED[what]
         self.free = memory - CUDA_CONTEXT - self.counted.weights
-        self.flags = train_gpt2.Config(
+        self.flags = Config(
             recipe=what.split()[0],
             recompute="--recompute" in what,
             dtype="bfloat16",
@@ -575,7 +576,7 @@ def test_a_trial_tells_the_time_of_its_second_micro_step(state, monkeypatch):
         clock.now += 2.5 if clock.shapes else 100.0
         clock.shapes.append(inputs[0].shape)
 
-    monkeypatch.setattr(device.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(hardware.time, "perf_counter", lambda: clock.now)
     state.model.register_forward_pre_hook(compute)
 
     assert time_micro_step(state, T=8, device="cpu", reserved=0, B=3) == 2.5
@@ -722,7 +723,7 @@ def test_the_time_between_two_moments_of_a_gpu_is_its_own_and_in_seconds(monkeyp
 
 def test_the_time_between_two_moments_of_a_cpu_is_that_of_pythons_clock(monkeypatch):
     moments = [7.0, 9.5]
-    monkeypatch.setattr(device.time, "perf_counter", lambda: moments.pop(0))
+    monkeypatch.setattr(hardware.time, "perf_counter", lambda: moments.pop(0))
     first = mark_time("cpu")
     last = mark_time("cpu")
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from helpers import on_ranks
 from peers import make_model, tokens
 
-from recipes import MODELS
+from recipes import RECIPES
 from runtime.muon import Muon
 from runtime.optimizers import CombinedOptimizer, shard_matrices
 from runtime.ranks import Process
@@ -23,13 +23,13 @@ def make_combined(recipe="gpt2", process=None, shard=False):
     """(model, CombinedOptimizer)."""
     if process is None:
         process = Process()
-    model = make_model(cls=MODELS[recipe])
+    model = make_model(cls=RECIPES[recipe].model)
     return model, CombinedOptimizer(model, optimizers_of(model), process, shard)
 
 
 # ----------------------------------------------------------------------- all optimizers as one
 
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_the_optimizer_of_each_parameter_is_known(recipe):
     model, combined = make_combined(recipe)
     assert set(combined.optimizer_of) == set(model.parameters())
@@ -62,7 +62,7 @@ def test_each_group_remembers_its_peak_rate():
 
 def test_a_step_is_one_of_each_optimizer():
     model, combined = make_combined("speedrun")
-    alike = make_model(cls=MODELS["speedrun"])
+    alike = make_model(cls=RECIPES["speedrun"].model)
     apart = optimizers_of(alike)
     for one in (model, alike):
         one(tokens(2, 24), tokens(2, 24))[1].backward()

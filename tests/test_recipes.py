@@ -6,10 +6,10 @@ import pytest
 import torch
 from helpers import parse_flags
 
-from recipes import MODELS, fresh_model
+from config import Config
+from recipes import RECIPES, fresh_model
 from runtime.cli import UserError
 from runtime.recipe import make_batch_schedule
-from train_gpt2 import RECIPES, Config
 
 # ----------------------------------------------------------------------- defaults and presets
 
@@ -109,7 +109,7 @@ def test_overfit_of_a_modern_recipe_has_its_rate():
 
 @pytest.mark.parametrize("recipe, n_head", [("gpt2", 12), ("speedrun", 6), ("frontier", 6)])
 def test_the_models_own_defaults_are_gpt2s_size(recipe, n_head):
-    config = MODELS[recipe].Config()
+    config = RECIPES[recipe].model.Config()
     assert config.block_size == 1024
     assert config.n_layer == 12
     assert config.n_head == n_head
@@ -127,7 +127,7 @@ def test_the_models_own_defaults_are_gpt2s_size(recipe, n_head):
 def test_parameters_and_flops_a_token_at_gpt2s_size(recipe, T, parameters, flops):
     """6 for each weight that a token is multiplied by, 12 for each layer, channel and token."""
     with torch.device("meta"):
-        model = MODELS[recipe](MODELS[recipe].Config(vocab_size=50304))
+        model = RECIPES[recipe].model(RECIPES[recipe].model.Config(vocab_size=50304))
     assert sum(p.numel() for p in model.parameters()) == parameters
     assert model.flops_per_token(T) == flops
 
@@ -168,11 +168,11 @@ def value_for(name, table):
     return None
 
 
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_every_new_weight_has_this_distribution(recipe):
     torch.manual_seed(1)
-    n_head = MODELS[recipe].Config().n_head
-    model = MODELS[recipe](MODELS[recipe].Config(256, 1024, 2, n_head, 768))
+    n_head = RECIPES[recipe].model.Config().n_head
+    model = RECIPES[recipe].model(RECIPES[recipe].model.Config(256, 1024, 2, n_head, 768))
     recipe = model.recipe               # another recipe may train the same model
 
     for name, p in model.named_parameters():
