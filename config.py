@@ -121,7 +121,7 @@ class Config:
     out: str = flag("log", OUTPUT, "The folder for checkpoints and logs.", per_run=True)
     resume: str = flag("auto", OUTPUT, "The checkpoint, or the folder of a run, from which the run "
                        "begins if --out has no checkpoint yet. 'auto' means a new run. Where --out "
-                       "has checkpoints, the newest is continued.", per_run=True)
+                       "has checkpoints, the newest is continued.", bare="auto", per_run=True)
     wandb: bool = flag(False, OUTPUT, "Also log to Weights & Biases (pip install wandb).",
                        per_run=True)
 

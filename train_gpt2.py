@@ -45,7 +45,7 @@ def warmup_cosine(step: int, progress: float, config: Config) -> float:
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
 
-    decay = (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps)
+    decay = (step - config.warmup_steps) / (config.max_steps - config.warmup_steps)     # 0 to 1
     min_scale = config.min_lr / config.max_lr
     return min_scale + 0.5 * (1.0 + math.cos(math.pi * decay)) * (1.0 - min_scale)
 

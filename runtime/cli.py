@@ -1,5 +1,6 @@
 """Errors, flags and exit codes, the same for every command of this project."""
 import argparse
+import difflib
 import errno
 import os
 import re
@@ -10,6 +11,10 @@ from dataclasses import field
 from pathlib import Path
 
 __version__ = "0.1.0"       # of the project; CHANGELOG.md says what changed
+# What recipes.load_model reads.
+MODEL_HELP = ("A checkpoint (of this project, nanoGPT or build-nanogpt), the folder of a run (its "
+              "newest checkpoint), FOLDER/best (the checkpoint with the lowest validation loss), a "
+              "folder in the Hugging Face format, or a name on the Hugging Face hub")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -29,6 +34,7 @@ def flag(default, group, help, **metadata):
     word: what may stand in place of a number, as "auto"
     choices: the only values
     smallest, largest: the range of a number, if it is not 0 to 2^40, or 0 to 1e38 of a float
+    bare: the value of the flag without one
     fixed: the value cannot change when a run resumes
     per_run: the value is not taken from the checkpoint
     """
@@ -48,9 +54,11 @@ class FlagParser(argparse.ArgumentParser):
     - Its errors are UserErrors.
     - Flags may be written with dashes (--max-steps), but not abbreviated.
     - Switches may be written as in nanoGPT (--compile=False).
+    - The error of an unknown flag names the nearest one, or what `other_names` has for it.
     """
 
-    def __init__(self, **kwargs):
+    def __init__(self, other_names: dict[str, str] | None = None, **kwargs):
+        self.other_names = other_names or {}
         super().__init__(
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -93,7 +101,17 @@ class FlagParser(argparse.ArgumentParser):
         if re.search(r"unrecognized arguments: .*\.py\b", message):
             message = (f"{message} (nanoGPT's configuration files are not supported): use flags "
                        "or a --preset instead")
+        unknown = re.match(r"unrecognized arguments: --(\w+)", message)
+        if unknown and self._known_as(unknown[1]):
+            message = f"{message}: use {self._known_as(unknown[1])}"
         raise UserError(f"{message} (see {self.prog} --help)")
+
+    def _known_as(self, name):
+        """What an unknown flag is called here, or the nearest flag, or ""."""
+        if name in self.other_names:
+            return self.other_names[name]
+        nearest = difflib.get_close_matches(f"--{name}", self._option_string_actions, 1)
+        return "".join(nearest)
 
 
 def with_underscores(name: re.Match) -> str:

@@ -130,10 +130,11 @@ def print_header(config, process, data, model, schedule: BatchSchedule, start: S
 
 
 def warn_of_slow_dtype(device: str, dtype: str, say: Callable) -> None:
-    """Says it where bfloat16 was asked for on a CPU that has no instructions for it."""
-    if device == "cpu" and dtype == "bfloat16" and not cpu_has_bfloat16():
-        say("torch knows no bfloat16 instructions of this CPU, and without them a step may take 30 "
-            "times as long as with --dtype float32")
+    """Says it where a CPU has no instructions for the dtype that was asked for."""
+    if device != "cpu" or dtype == "float32" or (dtype == "bfloat16" and cpu_has_bfloat16()):
+        return
+    say(f"torch has no {dtype} instructions of this CPU to use, and without them a step may take "
+        "10 to 30 times as long as with --dtype float32")
 
 
 def print_batch(config, process, schedule: BatchSchedule, B: int) -> None:
@@ -151,8 +152,8 @@ def print_batch(config, process, schedule: BatchSchedule, B: int) -> None:
 def learning_rates(config) -> str:
     """The largest learning rate, when the warm-up reaches it, and the last one."""
     warmup = counted(config.warmup_steps, "step")
-    if config.warmup_steps > config.max_steps:
-        warmup += " (more than the run has)"
+    if config.warmup_steps >= config.max_steps:
+        warmup += f" (the run has {config.max_steps:,})"
     return f"max_lr {config.max_lr:g} after {warmup}, min_lr {config.min_lr:g}"
 
 

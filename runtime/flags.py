@@ -13,6 +13,23 @@ from runtime.recipe import Recipe
 from runtime.tokenizer import VOCAB_SIZE
 
 
+# nanoGPT's names of flags, and what does the same here.
+NANOGPT_FLAGS = {
+    "dataset": "--data",
+    "decay_lr": "--min_lr, which is --max_lr where the rate is to be constant",
+    "eval_interval": "--val_every",
+    "eval_iters": "--val_tokens",
+    "gradient_accumulation_steps": "--total_batch_size, the tokens of a step",
+    "init_from": "--init; the same command resumes",
+    "learning_rate": "--max_lr",
+    "lr_decay_iters": "--max_steps",
+    "max_iters": "--max_steps",
+    "out_dir": "--out",
+    "wandb_log": "--wandb",
+    "warmup_iters": "--warmup_steps",
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class FlagTable:
     """All that gives a flag its value, but for the command line and a checkpoint."""
@@ -24,6 +41,7 @@ class FlagTable:
     def parse(self, description: str, argv: list[str] | None) -> dict:
         """{name: value} of the flags on the command line."""
         parser = FlagParser(
+            NANOGPT_FLAGS,
             prog="train_gpt2.py",
             usage="%(prog)s [flags]",
             description=description,
@@ -207,6 +225,8 @@ def add_flag(group, f: dataclasses.Field, recipes: dict[str, Recipe]) -> None:
         group.add_argument(f"--{f.name}", choices=f.metadata["choices"], **options)
     else:
         parse = value_parser(f.type, f.metadata.get("word"))
+        if "bare" in f.metadata:
+            options.update(nargs="?", const=f.metadata["bare"])
         group.add_argument(f"--{f.name}", type=parse, metavar=parse.__name__.upper(), **options)
 
 

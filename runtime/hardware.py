@@ -91,14 +91,17 @@ def choose_dtype(name: str, device: str) -> str:
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return "bfloat16"
         return "float16"
-    if device == "cpu" and cpu_has_bfloat16():
+    # On ARM torch's products in bfloat16 round between blocks of 512 terms (docs/running.md).
+    if device == "cpu" and cpu_has_bfloat16() and platform.machine() in ("x86_64", "AMD64"):
         return "bfloat16"
     return "float32"
 
 
 def cpu_has_bfloat16() -> bool:
+    """Whether torch computes products in bfloat16 by instructions of this CPU."""
     features = torch.cpu.get_capabilities()
-    return bool(features.get("avx512_bf16") or features.get("amx_bf16"))
+    names = ("avx512_bf16", "amx_bf16", "bf16")             # the last one is ARM's
+    return any(features.get(name) for name in names)
 
 
 # ----------------------------------------------------------------------------- memory
@@ -234,6 +237,10 @@ def largest_micro_batch(
     limit = min(process.gather(limit))
     while True:
         B = largest_divisor(share, limit)
+        if B <= min(share, limit) // 4:
+            process.print0(f"micro-batches of {B} are slow: a step has {share} sequences a process, "
+                           f"of which {B} is the largest divisor up to {limit}. Choose a "
+                           f"--total_batch_size of a multiple of {limit} sequences a process")
         if not needs_trial:
             return B
 
@@ -264,8 +271,12 @@ def fits_in_memory(trial: Callable, B: int, may_shrink: bool, compiled: bool) ->
                 return False
             raise
         if compiled:
-            raise RunError(f"torch.compile fails on this machine ({brief_error(error)}): train "
-                           "with --no_compile") from None
+            remedy = "train with --no_compile"
+            if "failed to map segment" in str(error):
+                remedy = ("set TORCHINDUCTOR_CACHE_DIR to a folder from which the system lets "
+                          "programs run, because it does not from the usual one")
+            raise RunError(f"torch.compile fails on this machine ({brief_error(error)}): {remedy}"
+                           ) from None
         raise
 
 
