@@ -167,7 +167,7 @@ def test_a_compiled_run_says_that_it_takes_a_while_and_one_without_out_writes_no
     assert "output" not in text
 
 
-@pytest.mark.parametrize("max_steps, said", [(5, "after 5 steps,"), (4, "after 5 steps (more")])
+@pytest.mark.parametrize("max_steps, said", [(6, "after 5 steps,"), (5, "after 5 steps (")])
 def test_a_warm_up_longer_than_the_run_is_told(max_steps, said, capsys):
     print_header(make_config(warmup_steps=5, max_steps=max_steps))
     assert said in capsys.readouterr().out

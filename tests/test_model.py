@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from peers import LargestStorage, double_precision, make_model, plain_gpt2, tokens
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import GPT, GPT2_SIZES, GPTConfig, KVCache, attention, head_size, sample_token
+from model import GPT, GPTConfig, KVCache, attention, head_size, sample_token
+from presets import GPT2_SIZES
 from recipes import RECIPES
 from runtime.tokenizer import VOCAB_SIZE
 

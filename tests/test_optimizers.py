@@ -154,12 +154,12 @@ def test_a_rank_looks_for_overflows_in_all_gradients():
 
 def test_the_bytes_of_the_moments_are_those_of_this_ranks_parameters():
     model, combined = make_combined()
-    assert combined.state_bytes() == sum(2 * 4 * p.numel() for p in model.parameters())
+    assert combined.bytes_to_allocate() == sum(2 * 4 * p.numel() for p in model.parameters())
 
     of_ranks = []
     for rank in range(2):
         _, combined = make_combined(process=Process(rank, rank, 2), shard=True)
-        of_ranks.append(combined.state_bytes())
+        of_ranks.append(combined.bytes_to_allocate())
     matrices = sum(8 * p.numel() for p in model.parameters() if p.dim() >= 2)
     others = sum(8 * p.numel() for p in model.parameters() if p.dim() < 2)
     assert sum(of_ranks) == matrices + 2 * others

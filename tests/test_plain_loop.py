@@ -8,7 +8,6 @@ import torch
 from helpers import logged, run, saved, train
 from torch.nn import functional as F
 
-import train_gpt2
 from config import Config
 from model import GPT, GPTConfig
 from recipes import fresh_model, load_model

@@ -28,10 +28,8 @@ def test_the_rate_rises_linearly_and_falls_as_a_cosine_to_min_lr(step, expected)
 
 @pytest.mark.parametrize("warmup_steps, step, expected", [
     (0, 0, 1.0),                # without a warm-up the first step has max_lr
-    (100, 99, 1.0),             # a run may end in its warm-up, and the rate after it is known
+    (100, 99, 1.0),             # a run may end in its warm-up
     (200, 99, 0.5),
-    (100, 100, 1.0),
-    (99, 100, 0.1),
 ])
 def test_a_run_may_have_no_warmup_or_nothing_else(warmup_steps, step, expected):
     config = Config(max_steps=100, warmup_steps=warmup_steps, max_lr=1.0, min_lr=0.1)
