@@ -437,9 +437,9 @@ def next_command(out: Path, val: list[int], train: list[int]) -> str:
     if preset == "shakespeare":
         steps = steps_of_an_epoch(sum(train))
         command += f" --max_steps {steps}"
-        # With the preset's 50 a long run would validate for longer than it trains. Every 100 steps
+        # With the preset's 100 a long run would validate for longer than it trains. Every 100 steps
         # it has a checkpoint.
-        if steps > 400:
+        if steps > 1000:
             command += f" --val_every {math.ceil(steps / 1000) * 100}"
     if block_size < preset_block_size:
         command += f" --block_size {block_size}"

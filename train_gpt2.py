@@ -291,8 +291,11 @@ def print_samples(run: Run, num_samples=4, max_new_tokens=32) -> None:
         run.process.print0(f"sample {i}: {text}")
 
 
-def evaluate(step: int, run: Run) -> None:
-    """Validation loss, HellaSwag and samples, where they are due."""
+def evaluate(step: int, run: Run) -> bool:
+    """Validation loss, HellaSwag and samples, where they are due.
+
+    Returns whether the validation loss is the lowest of the run so far.
+    """
     config = run.config
     found = {}                          # {column of metrics.csv: value}
     if is_due(step, config, config.val_every):
@@ -301,6 +304,7 @@ def evaluate(step: int, run: Run) -> None:
             raise run.process.seen_by_all(RunError(
                 f"the validation loss at step {step} is {loss}: lower --max_lr"))
         found["val"] = loss
+        found["val_tokens"] = run.data.val_count * config.sequence_length
         run.log.line(step, f"validation loss: {loss:.4f}{console.in_bits(loss, run.data)}")
 
     if is_due(step, config, config.hellaswag_every) and run.hellaswag:
@@ -315,6 +319,7 @@ def evaluate(step: int, run: Run) -> None:
         run.output.add(step, **found)
         title = f"{config.recipe}, {config.n_layer} layers of width {config.n_embd}"
         run.output.draw(title, last=step == config.max_steps)
+    return "val" in found and run.process.from_master(run.output.is_lowest(step))
 
 
 def is_due(step: int, config: Config, period: int) -> bool:
@@ -360,7 +365,10 @@ def train(step: int, run: Run) -> tuple[int, bool]:
     last_saved = step
     try:
         while step < config.max_steps:
-            evaluate(step, run)
+            is_lowest = evaluate(step, run)
+            if is_lowest and step > last_saved and config.checkpoint_every > 0:
+                save(step, run)             # the best weights so far, whatever the periods
+                last_saved = step
 
             lr = set_schedules(step, run)
             launched.begin(after_pause=pause_before(step, config))

@@ -19,7 +19,7 @@ from runtime.hardware import (
     peak_flops,
     peak_memory,
 )
-from runtime.metrics import lowest
+from runtime.metrics import Metrics
 from runtime.recipe import BatchSchedule
 
 DAY = 24 * 60 * 60          # seconds
@@ -230,20 +230,20 @@ def print_summary(run, step: int, stopped: bool) -> None:
             files.append("checkpoints")
         say(f"done: {step} steps; {config.out} has {', '.join(files)}")
         if process.is_master and checkpoints(config.out):
-            print_best(config, process, run.data, run.output.rows)
+            print_best(config, process, run.data, run.output.metrics)
 
 
-def print_best(config, process, data, rows: list[dict]) -> None:
+def print_best(config, process, data, metrics: Metrics) -> None:
     """The best checkpoint of the run, and the command that samples from it."""
     saved = dict(checkpoints(config.out))
-    best = lowest(rows, saved)
+    best = metrics.lowest(saved)
     model = config.out
     if best:
         loss, step = best
-        first_loss = rows[0]["val"]
+        first_step, first_loss = metrics.measured("val", over="step")[0]
         at_first = ""
-        if first_loss is not None:
-            at_first = f", {first_loss:.4f} at step {rows[0]['step']}"
+        if first_step < step:
+            at_first = f", {first_loss:.4f} at step {first_step:.0f}"
             if first_loss < loss:
                 at_first += "; training has raised the loss: lower --max_lr"
         process.print0(f"best checkpoint: {saved[step]}, validation loss "

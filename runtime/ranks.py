@@ -250,6 +250,14 @@ def shared_store(timeout: timedelta) -> dist.Store:
     return dist.PrefixStore(f"restart {restarts}", store)
 
 
+def store_of_torchrun() -> dist.Store | None:
+    """The store of torchrun's agent, which outlives a restart of the ranks; None without one."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    store, _, _ = next(dist.rendezvous("env://"))
+    return store
+
+
 def ddp_options(process: Process) -> dict:
     """The arguments of DDP, beside the model."""
     options = {"gradient_as_bucket_view": True}         # no second copy of the gradients
