@@ -41,7 +41,8 @@ from tqdm import tqdm
 import frontier
 import speedrun
 import train_gpt2
-from model import ATTENTION, GPT2_SIZES, attention
+from model import ATTENTION, attention
+from presets import GPT2_SIZES
 from runtime.checkpoint import Start
 from runtime.cli import FlagParser, RunError, UserError, brief_error, print_error, run_command
 from runtime.console import clock

@@ -1,6 +1,7 @@
 """GPT-2 (Radford et al. 2019): architecture, loss, generation, and AdamW as for GPT-3.
 
-    from model import GPT, GPT2_SIZES, GPTConfig
+    from model import GPT, GPTConfig
+    from presets import GPT2_SIZES
     from recipes import load_model
 
     model = GPT(GPTConfig())                        # new weights
@@ -29,7 +30,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from presets import GPT2_SIZES as GPT2_SIZES        # {"gpt2-xl": {"n_layer": 48, ...}, ...}
 from runtime.loss import chunked_cross_entropy
 from runtime.matmul import linear, matmul_dtype
 from runtime.tokenizer import VOCAB_SIZE

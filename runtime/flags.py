@@ -95,8 +95,8 @@ class FlagTable:
         # First what the recipe says, then what holds for all recipes.
         config = dataclasses.replace(flags)             # a copy
         set_automatic(config, sequence_length=config.block_size)
-        if config.overfit:
-            set_automatic(config, min_lr=config.max_lr)         # a constant rate
+        if config.overfit and "min_lr" not in given:
+            config.min_lr = config.max_lr                       # a constant rate
         set_automatic(config, **self.recipes[config.recipe].automatic(config))
         set_automatic(config, min_lr=config.max_lr / 10)
         config.dtype = choose_dtype(config.dtype, process.device)

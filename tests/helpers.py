@@ -123,11 +123,11 @@ def _become(call, env, cwd, streams, before):
 
 def draw_no_pictures():
     """From now on, in this process: a picture takes two seconds."""
-    from runtime import plots
-    plots.draw = _draw_nothing
+    from runtime import output
+    output.plot_run = _draw_nothing
 
 
-def _draw_nothing(*args, **options):
+def _draw_nothing(rows, path, title):
     pass
 
 
@@ -210,12 +210,12 @@ def site(folder, code):
 
 # ----------------------------------------------------------------------- this process
 
-def train(*flags, code=0):
+def train(*flags):
     """train_gpt2.py in this process, whose signal handlers stay."""
     import train_gpt2
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     try:
-        assert train_gpt2.main([str(flag) for flag in flags]) == code
+        train_gpt2.main([str(flag) for flag in flags])
     finally:
         for number, handler in handlers.items():
             if signal.getsignal(number) != handler:
@@ -224,10 +224,9 @@ def train(*flags, code=0):
 
 def parse_flags(argv):
     """(Config, names of the given flags) of a command line that begins a new run."""
-    from runtime.checkpoint import Start
-    from train_gpt2 import FLAGS
+    from config import FLAGS
     given = FLAGS.parse("", argv)
-    flags = FLAGS.merge(given, Start())
+    flags = FLAGS.merge(given)
     FLAGS.check(flags)
     return flags, set(given)
 

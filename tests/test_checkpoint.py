@@ -22,12 +22,12 @@ from peers import make_model, nanogpt_checkpoint, plain_gpt2, tokens
 from torch.nn.modules.module import register_module_forward_hook
 
 import train_gpt2
+from config import Config
 from model import GPT
-from recipes import MODELS, fresh_model, load_model
+from recipes import RECIPES, fresh_model, load_model
 from runtime.checkpoint import host_copy, read_state, weights_digest
 from runtime.files import checkpoints, replace_file
 from runtime.shards import write_shard
-from train_gpt2 import RECIPES, Config
 
 SHORT = [*BYTES, "--max_steps", 4, "--val_every", 0, "--device", "cpu",
          "--checkpoint_every", 1, "--keep_checkpoints", "all"]
@@ -521,7 +521,7 @@ def test_moments_are_copies_and_no_views_of_the_file():
     assert state["betas"] == (0.9, 0.95)
 
 
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_moments_and_schedules_go_on_where_they_were_bit_for_bit(recipe, byte_data, tmp_path):
     """With a rate that changes in each step, and a clipped norm."""
     flags = ["--data", byte_data, *SHORT, "--recipe", recipe, "--warmup_steps", 2]
@@ -608,8 +608,8 @@ def four_optimizers(model, config):
 
 
 def train_with_four_optimizers():
-    recipe = replace(train_gpt2.RECIPES["gpt2"], make_optimizers=four_optimizers)
-    train_gpt2.RECIPES["gpt2"] = recipe
+    recipe = replace(RECIPES["gpt2"], make_optimizers=four_optimizers)
+    RECIPES["gpt2"] = recipe
 
 
 @pytest.mark.parametrize("processes, flags", [(1, []), (2, []), (2, ["--shard_optimizer"])])
@@ -653,10 +653,10 @@ class HalfMomentum(torch.optim.Optimizer):
 
 def train_with_half_momentum():
     recipe = replace(
-        train_gpt2.RECIPES["gpt2"],
+        RECIPES["gpt2"],
         make_optimizers=lambda model, config: [HalfMomentum(model.parameters(), 1e-3)],
     )
-    train_gpt2.RECIPES["gpt2"] = recipe
+    RECIPES["gpt2"] = recipe
 
 
 def test_a_resume_keeps_the_dtypes_of_the_optimizers_state(byte_data, tmp_path):
@@ -697,7 +697,7 @@ def test_torch_alone_reads_a_checkpoint_with_float32_weights_and_moments(
             assert tensor.shape == weights[name].shape
 
 
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_tied_weights_are_one_tensor_in_a_checkpoint(recipe, byte_data, tmp_path):
     train("--data", byte_data, *SHORT, "--recipe", recipe, "--max_steps", 1, "--out", tmp_path)
     weights = torch.load(tmp_path / "checkpoint_000001.pt", weights_only=True)["model"]
@@ -715,9 +715,9 @@ def test_a_copy_for_the_cpu_keeps_what_is_there_and_ties():
     assert copies["c"].tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_the_digest_that_compares_the_ranks_covers_each_parameter(recipe):
-    model = make_model(cls=MODELS[recipe])
+    model = make_model(cls=RECIPES[recipe].model)
     expected = weights_digest(model)
     for name, p in model.named_parameters():
         flat = p.data.flatten()

@@ -251,9 +251,13 @@ def test_a_configuration_file_of_nanogpt_is_told_as_one(parser):
     assert "nanoGPT" not in str(error.value)
 
 
-def test_what_nanogpt_means_by_a_grad_clip_of_0_is_said():
-    with pytest.raises(UserError, match="--grad_clip.*'inf' turns clipping off"):
-        train("--grad_clip", 0)
+def test_an_unknown_flag_is_refused_with_the_nearest_one_or_its_name_here(parser):
+    with pytest.raises(UserError, match="--max_stop.*: use --max_steps"):
+        parser.parse_args(["--max_stop", "7"])
+
+    parser = FlagParser({"max_iters": "--max_steps"}, prog="command.py")
+    with pytest.raises(UserError, match="--max_iters.*: use --max_steps"):
+        parser.parse_args(["--max-iters=7"])
 
 
 def test_each_command_tells_its_version(parser, capsys):

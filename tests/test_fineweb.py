@@ -17,11 +17,11 @@ from texts import DOCUMENTS, encode_short_chunks, tokens_of, write_documents
 import fineweb
 import frontier
 import runtime.text
-from recipes import PRESETS
+from config import Config
+from presets import PRESETS
 from runtime.cli import UserError
 from runtime.recipe import make_batch_schedule
 from runtime.shards import list_shards, open_shard, unfinished, write_shard
-from train_gpt2 import Config
 
 FAST = settings(max_examples=40, deadline=None, derandomize=True, database=None,
                 suppress_health_check=list(HealthCheck))
@@ -626,7 +626,7 @@ def test_a_sequence_and_its_last_target_fit_into_a_shard(preset, count):
 
 
 def test_a_short_last_shard_does_not_shorten_the_sequences():
-    T = fineweb.BLOCK_SIZES["shakespeare"]
+    T = PRESETS["shakespeare"].flags["block_size"]
     line = fineweb.next_command(Path("d"), [T + 1, 3], [10**6, 3])
     assert "--block_size" not in line
 

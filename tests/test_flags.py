@@ -27,7 +27,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from model import GPT, GPTConfig, LanguageModel
-from recipes import MODELS, PRESETS, fresh_model, load_model
+from recipes import RECIPES, PRESETS, fresh_model, load_model
 from runtime.cli import flag
 from runtime.flags import FlagTable
 from runtime.shards import write_shard
@@ -338,11 +338,11 @@ def test_hellaswag_data_is_the_file_of_the_examples(n, go, tmp_path):
 
 # ----------------------------------------------------------------------- model
 
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_chooses_the_model(recipe, go, tmp_path):
     text = go("log", "--recipe", recipe, *SAVED)
     assert saved(tmp_path / "log")["recipe"] == recipe
-    assert type(load_model(tmp_path / "log")) is MODELS[recipe]
+    assert type(load_model(tmp_path / "log")) is RECIPES[recipe].model
     assert f"\n{recipe}: " in text
 
 
@@ -485,7 +485,7 @@ def test_grad_clip_is_the_largest_norm_of_the_gradient(clip, go, tmp_path):
     assert moment.item() == pytest.approx(0.1 * min(float(clip), norm), rel=1e-3)
 
 
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_seed_is_that_of_the_weights_and_of_the_datas_order(recipe, go, forwards, tmp_path):
     batches, weights = [], []
     for i, seed in enumerate((5, 5, 6)):
@@ -519,7 +519,7 @@ def test_device_is_where_the_run_computes(go):
     refused(lambda: go("log", "--device", "cuda:99"), "--device cuda:99", "cpu")
 
 
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_dtype_is_that_of_linear_layers_in_the_step_and_in_the_validation(recipe, dtype, go):
     seen = set()
@@ -545,7 +545,7 @@ def test_a_short_run_on_a_cpu_is_not_compiled(flags, go, monkeypatch):
     assert not compiled
 
 
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name, enabled", [
     ("math", ["math"]), ("efficient", ["mem_efficient"]), ("flash", ["flash"]),
     ("cudnn", ["cudnn"]), ("auto", ["math", "mem_efficient", "flash", "cudnn"]), ("naive", None),
@@ -572,7 +572,7 @@ def test_attention_allows_torch_these_kernels(recipe, name, enabled, go, monkeyp
         assert seen and all(kernels == enabled for kernels in seen)
 
 
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_recompute_runs_each_block_once_more_and_changes_no_loss(recipe, go, tmp_path):
     blocks = []
 

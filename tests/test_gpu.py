@@ -20,7 +20,7 @@ from torch._dynamo.utils import counters
 
 import train_gpt2
 from model import ATTENTION, attention
-from recipes import MODELS
+from recipes import RECIPES
 from runtime.files import checkpoints
 from runtime.shards import write_shard
 from runtime.tokenizer import encode
@@ -36,7 +36,7 @@ TWO_GPUS = [
 needs_compiler = pytest.mark.skipif(
     not shutil.which(os.environ.get("CXX", "g++")), reason="needs a C++ compiler")
 
-RECIPES = list(MODELS)
+RECIPES = list(RECIPES)
 DTYPES = ["float32", "bfloat16"]
 QUIET = ["--val_every", 0, "--hellaswag_every", 0, "--sample_every", 0]
 SIZES = {
@@ -188,7 +188,7 @@ def gradients(model, call, dtype):
 def test_the_gradient_of_each_parameter_is_that_of_eager_mode(device, recipe, dtype):
     """On a CPU: test_model.py, without Inductor's C++."""
     model = make_model(
-        cls=MODELS[recipe], spread=0.02, n_layer=4, n_head=4, n_embd=256, block_size=256,
+        cls=RECIPES[recipe].model, spread=0.02, n_layer=4, n_head=4, n_embd=256, block_size=256,
         vocab_size=50304).to(device)
 
     eager = gradients(model, model, dtype)

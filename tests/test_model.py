@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from peers import LargestStorage, double_precision, make_model, plain_gpt2, tokens
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import GPT, GPT2_SIZES, GPTConfig, KVCache, attention, head_size, sample_token
-from recipes import MODELS
+from model import GPT, GPTConfig, KVCache, attention, head_size, sample_token
+from presets import GPT2_SIZES
+from recipes import RECIPES
 from runtime.tokenizer import VOCAB_SIZE
 
 # ----------------------------------------------------------------------- shapes and initial weights
@@ -75,19 +76,19 @@ def drawn(monkeypatch):
     return tensors
 
 
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_no_parameter_is_drawn_twice(recipe, drawn):
-    model = MODELS[recipe](MODELS[recipe].Config(24, 97, 2, 2, 32))
+    model = RECIPES[recipe].model(RECIPES[recipe].model.Config(24, 97, 2, 2, 32))
     numbers = [id(p) for p in drawn]
     assert len(numbers) > 0
     assert len(set(numbers)) == len(numbers)
     assert set(numbers) <= {id(p) for p in model.parameters()}
 
 
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_on_the_meta_device_nothing_is_drawn(recipe, drawn):
     with torch.device("meta"):
-        MODELS[recipe](MODELS[recipe].Config(24, 97, 2, 2, 32))
+        RECIPES[recipe].model(RECIPES[recipe].model.Config(24, 97, 2, 2, 32))
     assert drawn == []
 
 
@@ -217,7 +218,7 @@ def eager_and_in_one_graph(recipe, dtype):
 
     The graph is that of Inductor, whose C++ would take most of a minute to compile.
     """
-    model = make_model(cls=MODELS[recipe], spread=0.02, n_layer=1, n_embd=32)
+    model = make_model(cls=RECIPES[recipe].model, spread=0.02, n_layer=1, n_embd=32)
     model.kernel = "math"               # one that is pinned, which the graph has to carry
     compiled = torch.compile(
         model, dynamic=False, fullgraph=True, backend="aot_eager_decomp_partition")
@@ -226,7 +227,7 @@ def eager_and_in_one_graph(recipe, dtype):
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-5), (torch.bfloat16, 0.05)])
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_compiled_in_one_graph_loss_and_gradients_equal_eager(recipe, dtype, tolerance):
     in_eager, in_one_graph = eager_and_in_one_graph(recipe, dtype)
     loss, gradients, _ = in_eager
@@ -249,9 +250,9 @@ def test_a_compiled_model_does_not_keep_what_comes_out_of_gelu():
     assert sum(tensor.numel() == size_in_mlp for tensor in kept_by_graph) == 1
 
 
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_recomputed_blocks_have_the_same_gradients_and_keep_less(recipe):
-    model = make_model(cls=MODELS[recipe], spread=0.02, block_size=32, n_layer=3, n_embd=32)
+    model = make_model(cls=RECIPES[recipe].model, spread=0.02, block_size=32, n_layer=3, n_embd=32)
     loss, gradients, kept = loss_gradients_and_kept(model, model)
 
     model.recompute = True
@@ -386,7 +387,7 @@ def enlarge_logits(model, factor):
 def test_logits_are_a_tanh_of_the_heads_output_computed_in_float32(recipe):
     """bfloat16 would round 14.98 to 15."""
     cap = SOFTCAPS[recipe]
-    model = make_model(cls=MODELS[recipe])
+    model = make_model(cls=RECIPES[recipe].model)
     x = cap * torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
 
     with torch.autocast("cpu", torch.bfloat16):
@@ -398,10 +399,10 @@ def test_logits_are_a_tanh_of_the_heads_output_computed_in_float32(recipe):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
 @torch.no_grad()
 def test_the_losses_of_tokens_are_those_of_forward(recipe, dtype):
-    model = make_model(cls=MODELS[recipe])
+    model = make_model(cls=RECIPES[recipe].model)
     enlarge_logits(model, 20)
     idx = tokens(3, 24)
     targets = tokens(3, 24, seed=2)
@@ -435,7 +436,7 @@ def test_of_all_tokens_only_those_that_are_scored_have_logits():
 def test_two_sampled_tokens_have_the_frequencies_of_forwards_softmax(recipe, temperature):
     """The second token is sampled with the cache. Large logits tell a softcap from none."""
     V, n = 10, 20_000
-    model = make_model(cls=MODELS[recipe], vocab_size=V, n_layer=1)
+    model = make_model(cls=RECIPES[recipe].model, vocab_size=V, n_layer=1)
     enlarge_logits(model, 40)
     idx = tokens(1, 5, vocab_size=V)
     generator = torch.Generator().manual_seed(1)
@@ -471,9 +472,9 @@ def test_probabilities_are_float32_in_bfloat16_too(monkeypatch):
         assert (p.sum(-1) - 1).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_a_generation_casts_the_head_once_and_not_for_each_token(recipe, monkeypatch):
-    model = make_model(cls=MODELS[recipe])
+    model = make_model(cls=RECIPES[recipe].model)
     heads = []
     linear = F.linear
 
@@ -491,9 +492,9 @@ def test_a_generation_casts_the_head_once_and_not_for_each_token(recipe, monkeyp
     assert all(head is heads[0] for head in heads)
 
 
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_a_generation_computes_no_gradients(recipe, monkeypatch):
-    model = make_model(cls=MODELS[recipe])
+    model = make_model(cls=RECIPES[recipe].model)
     hidden = model.hidden
     states = []
 

@@ -23,6 +23,7 @@ from peers import make_model
 
 import runtime.output
 import train_gpt2
+from config import Config
 from model import GPT, GPTConfig
 from recipes import load_model
 from runtime import files
@@ -55,7 +56,7 @@ def a_copy(a_run, tmp_path):
 
 def open_output(out, step=0, device="cpu", **flags):
     """The Output of a run with these flags, which begins at a step."""
-    config = train_gpt2.Config(out=str(out), **flags)
+    config = Config(out=str(out), **flags)
     output = Output(config, Process(device=device), lambda step: 256 * step)
     output.open(config, Start(step=step))
     return output
@@ -84,7 +85,7 @@ def test_dry_run_and_overfit_write_nothing_into_a_runs_folder(flags, code, byte_
 
 
 def test_a_rank_other_than_0_does_not_even_make_the_folder(tmp_path):
-    config = train_gpt2.Config(out=str(tmp_path / "log"))
+    config = Config(out=str(tmp_path / "log"))
     output = Output(config, Process(1, 1, 2), lambda step: step)
     output.open(config, Start())
     with output:

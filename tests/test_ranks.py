@@ -217,7 +217,7 @@ def test_a_signal_leaves_a_note_and_one_line(name, handlers, capfd):
 
     signal.raise_signal(signal.Signals[name])
 
-    assert process.received == name
+    assert process.signal == name
     assert process.stop_requested()
     assert capfd.readouterr().err == f"{name}: stopping\n"
 
@@ -228,7 +228,7 @@ def test_one_of_several_ranks_does_not_stop_by_itself_and_rank_0_alone_says_so(h
     signal.raise_signal(signal.SIGTERM)
     signal.raise_signal(signal.SIGTERM)         # torchrun passes it on a second time
 
-    assert process.received == "SIGTERM"
+    assert process.signal == "SIGTERM"
     assert not process.stop_requested()
     assert capfd.readouterr().err == ""
 

@@ -4,12 +4,15 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from helpers import parse_flags
+from helpers import parse_flags, refused
 
-from recipes import MODELS, fresh_model
+from config import FLAGS, Config
+from recipes import fresh_model
+from runtime.checkpoint import Start
 from runtime.cli import UserError
+from runtime.ranks import Process
 from runtime.recipe import make_batch_schedule
-from train_gpt2 import RECIPES, Config
+from train_gpt2 import RECIPES
 
 # ----------------------------------------------------------------------- defaults and presets
 
@@ -77,39 +80,34 @@ def test_a_presets_rates_are_for_adamw_and_other_recipes_keep_their_own():
     assert config.n_head == 6
     assert config.max_steps == 2000
 
-    config, _ = parse_flags(["--preset", "shakespeare", "--recipe", "gpt2"])
-    assert config.max_lr == 2e-3
-    assert config.warmup_steps == 15
+
+def test_a_preset_that_has_a_recipe_is_refused_with_another_one():
+    line = "--preset shakespeare --recipe"
+    refused(lambda: parse_flags(f"{line} gpt2".split()), *line.split(), "gpt2", "frontier")
+    parse_flags(f"{line} frontier".split())
 
 
-def test_overfit_is_50_steps_on_one_batch_at_a_constant_rate():
-    config, _ = parse_flags(["--overfit"])
+@pytest.mark.parametrize("flags, max_lr", [
+    ("", 3e-4), ("--max_lr 0.01", 0.01), ("--recipe speedrun", 0.02), ("--recipe frontier", 0.02)])
+def test_overfit_is_50_steps_on_one_batch_at_a_constant_rate(flags, max_lr):
+    config = config_of(f"--overfit {flags}")
     assert config.max_steps == 50
     assert config.total_batch_size == 4 * 32
     assert config.sequence_length == 32
     assert config.vocab_size == 50257
     assert config.shuffle is False
     assert config.warmup_steps == 0
-    assert config.max_lr == config.min_lr == 3e-4
+    assert config.max_lr == config.min_lr == max_lr
+    assert config.out == ""
     for name in ("val_every", "hellaswag_every", "sample_every", "checkpoint_every"):
         assert getattr(config, name) == 0, name
-
-
-def test_overfit_at_another_rate_keeps_it_constant():
-    config, _ = parse_flags(["--overfit", "--max_lr", "0.01"])
-    assert config.max_lr == config.min_lr == 0.01
-
-
-def test_overfit_of_a_modern_recipe_has_its_rate():
-    config, _ = parse_flags(["--overfit", "--recipe", "speedrun"])
-    assert config.max_lr == config.min_lr == 0.02
 
 
 # ----------------------------------------------------------------------- sizes and new weights
 
 @pytest.mark.parametrize("recipe, n_head", [("gpt2", 12), ("speedrun", 6), ("frontier", 6)])
 def test_the_models_own_defaults_are_gpt2s_size(recipe, n_head):
-    config = MODELS[recipe].Config()
+    config = RECIPES[recipe].model.Config()
     assert config.block_size == 1024
     assert config.n_layer == 12
     assert config.n_head == n_head
@@ -127,7 +125,7 @@ def test_the_models_own_defaults_are_gpt2s_size(recipe, n_head):
 def test_parameters_and_flops_a_token_at_gpt2s_size(recipe, T, parameters, flops):
     """6 for each weight that a token is multiplied by, 12 for each layer, channel and token."""
     with torch.device("meta"):
-        model = MODELS[recipe](MODELS[recipe].Config(vocab_size=50304))
+        model = RECIPES[recipe].model(RECIPES[recipe].model.Config(vocab_size=50304))
     assert sum(p.numel() for p in model.parameters()) == parameters
     assert model.flops_per_token(T) == flops
 
@@ -168,11 +166,11 @@ def value_for(name, table):
     return None
 
 
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_every_new_weight_has_this_distribution(recipe):
     torch.manual_seed(1)
-    n_head = MODELS[recipe].Config().n_head
-    model = MODELS[recipe](MODELS[recipe].Config(256, 1024, 2, n_head, 768))
+    n_head = RECIPES[recipe].model.Config().n_head
+    model = RECIPES[recipe].model(RECIPES[recipe].model.Config(256, 1024, 2, n_head, 768))
     recipe = model.recipe               # another recipe may train the same model
 
     for name, p in model.named_parameters():
@@ -192,9 +190,9 @@ def test_every_new_weight_has_this_distribution(recipe):
 
 
 @pytest.mark.parametrize("recipe, n_embd, n_head, why", [
-    ("gpt2", 100, 7, "--n_embd 100 must be divisible by --n_head 7"),
-    ("speedrun", 9, 3, "--n_embd 9 / --n_head 3 = 3 must be even"),
-    ("frontier", 9, 3, "--n_embd 9 / --n_head 3 = 3 must be even"),
+    ("gpt2", 100, 7, "n_embd 100 must be divisible by n_head 7"),
+    ("speedrun", 9, 3, "n_embd 9 / n_head 3 = 3 must be even"),
+    ("frontier", 9, 3, "n_embd 9 / n_head 3 = 3 must be even"),
 ])
 def test_heads_that_do_not_fit_the_width_are_refused(recipe, n_embd, n_head, why):
     with pytest.raises(UserError, match=f"{why}.*: choose another --n_embd or --n_head"):
@@ -211,12 +209,7 @@ def test_gpt2s_projections_are_smaller_in_a_deeper_model():
 
 def config_of(flags):
     """The flags of a run, with what "auto" means in the recipe."""
-    config, _ = parse_flags(flags.split())
-    config.sequence_length = config.block_size
-    automatic = {"min_lr": config.max_lr / 10} | RECIPES[config.recipe].automatic(config)
-    for name, value in automatic.items():
-        if getattr(config, name) == "auto":
-            setattr(config, name, value)
+    _, config = FLAGS.resolve(FLAGS.parse("", flags.split()), Start(), Process())
     return config
 
 

@@ -34,7 +34,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 import train_gpt2
 from model import LanguageModel
-from recipes import MODELS
+from recipes import RECIPES
 from runtime import ranks
 from runtime.shards import write_shard
 
@@ -74,7 +74,7 @@ KILLS = [(2, 0, "SIGKILL"), (8, 1, "SIGTERM"), (10, 0, "SIGKILL"), (17, 1, "SIGT
          (22, 1, "SIGKILL")]
 
 
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_killed_before_five_micro_batches_a_run_ends_bit_for_bit_as_one_that_was_not(
         recipe, data, whole, tmp_path):
     flags = ["--data", data, *RUN, "--recipe", recipe, "--out", tmp_path]
@@ -99,7 +99,7 @@ def test_a_run_that_is_done_takes_its_flags_from_its_checkpoint_and_does_nothing
     same_end(out, whole(), 24)
 
 
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_two_processes_that_were_killed_end_bit_for_bit_as_two_that_were_not(
         recipe, data, whole, tmp_path):
     flags = ["--data", data, *RUN, "--recipe", recipe, "--out", tmp_path]
@@ -196,7 +196,7 @@ def test_ranks_that_torchrun_starts_again_do_not_read_the_addresses_of_the_dead(
 
 # ----------------------------------------------------------------------- more processes, more steps
 
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_a_run_goes_on_with_other_processes_and_micro_batches_as_it_would_have_gone(
         recipe, data, whole, tmp_path):
     flags = ["--data", data, *RUN, "--recipe", recipe, "--out", tmp_path]
@@ -285,8 +285,8 @@ def test_the_rate_of_a_run_that_is_made_longer_follows_its_share_of_the_tokens(l
 # ----------------------------------------------------------------------- two machines
 
 def have_bfloat16_on_rank_1():
-    from runtime import device
-    device.cpu_has_bfloat16 = lambda: os.environ["RANK"] == "1"
+    from runtime import hardware
+    hardware.cpu_has_bfloat16 = lambda: os.environ["RANK"] == "1"
 
 
 @pytest.fixture

@@ -21,7 +21,8 @@ from peers import (
     transformers_model,
 )
 
-from model import GPT, GPT2_SIZES
+from model import GPT
+from presets import GPT2_SIZES
 from recipes import load_model
 from runtime.cli import UserError
 from runtime.metrics import HEADER
