@@ -32,7 +32,7 @@ from runtime.ranks import store_of_torchrun
 
 # What a run writes beside its checkpoints.
 RUN_FILES = ("metrics.csv", "loss.png", "wandb_id")
-PATIENCE = 60.0         # seconds between two pictures of a run
+PICTURE_SECONDS = 60.0          # at least, between two pictures of a run
 
 
 class Output:
@@ -52,7 +52,7 @@ class Output:
         self.table = None               # metrics.csv, where it is open for writing
         self.row = None                 # {column: text} of the last row, until it is in the file
         self.wandb = None
-        self.picture_due = 0.0          # when `draw` may make the next loss.png
+        self.picture_due = 0.0          # when draw_losses may make the next loss.png
 
         self.executor = ThreadPoolExecutor(1, "checkpoint")
         self.pending = None             # the Future of the checkpoint that is being written
@@ -139,6 +139,13 @@ class Output:
         if "train" in cells:
             self.end_row()
 
+    def was_evaluated(self, step: int) -> bool:
+        """Whether the last row is that of this step, and has its evaluations."""
+        if not self.has_row(step):
+            return False
+        last = self.metrics[-1]
+        return last["val"] is not None or last["hella"] is not None
+
     def has_row(self, step: int) -> bool:
         """Whether the last row is that of this step."""
         return len(self.metrics) > 0 and self.metrics[-1]["step"] == step
@@ -169,8 +176,8 @@ class Output:
             with naming(table.name), table:
                 sync(table.fileno())
 
-    def draw(self, title: str, last: bool) -> None:
-        """Draws loss.png, at most once in PATIENCE seconds, and at the end (`last`).
+    def draw_losses(self, last: bool) -> None:
+        """Draws loss.png, at most once in PICTURE_SECONDS, and at the end (`last`).
 
         A failure is a warning. Without matplotlib it warns once, and does not try again.
         """
@@ -180,8 +187,10 @@ class Output:
             return
 
         path = self.out / "loss.png"
-        self.picture_due = time.monotonic() + PATIENCE
+        c = self.config
+        self.picture_due = time.monotonic() + PICTURE_SECONDS
         try:
+            title = f"{c.recipe}, {c.n_layer} layers of width {c.n_embd}"
             plot_run(self.metrics, path, title)
         except Exception as error:
             # matplotlib raises all kinds of errors, and no run should end by a picture.
