@@ -25,8 +25,8 @@ class Config:
     6. the command line, which may not change a flag that is `fixed` when a run resumes
     7. the shape of the model of --init
 
-    Last, FlagTable.resolve gives a flag that is "auto" its value. runtime.cli.flag explains the
-    other settings.
+    Last, FlagTable.resolve gives a flag that is "auto" its value. `word` is what may stand in place
+    of a number. runtime.cli.flag explains the other settings.
     """
     preset: str = flag("gpt2", START, "A named set of defaults. The presets are listed below.",
                        choices=list(PRESETS), per_run=True)
@@ -36,6 +36,9 @@ class Config:
     data: str = flag("edu_fineweb10B", DATA, "The folder of the token shards.")
     overfit: bool = flag(False, DATA, "Overfit one batch of 4 x 32 tokens as a sanity check, and "
                          "write nothing.")
+    eval_only: bool = flag(False, DATA, "Print the loss of the model of --init, or of the run in "
+                           "--out, on the validation shards of --data, and write nothing.",
+                           per_run=True)
     shuffle: bool = flag(True, DATA, "Shuffle the shards and their sequences anew in each epoch.",
                          fixed=True)
     val_tokens: int = flag(10_485_760, DATA, "The number of tokens in a validation, from the "

@@ -188,7 +188,7 @@ def evaluate(
     return counts.cpu().numpy()
 
 
-def hellaswag_batches(config, process) -> list[tuple]:
+def batches_of_run(config, process) -> list[tuple]:
     """The batches of a training run, the same on all ranks; [] without HellaSwag.
 
     A file that --hellaswag_data names has to be right. Without the hub a run goes on.

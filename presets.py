@@ -11,7 +11,7 @@ GPT2_SIZES = {
 
 @dataclass(frozen=True)
 class Preset:
-    """The flags of --preset NAME. One that has a recipe goes with that recipe only."""
+    """The flags of --preset NAME. One that sets the recipe refuses another --recipe."""
     purpose: str            # for --help
     flags: dict             # {flag: value}
 
@@ -74,8 +74,9 @@ PRESETS = {
     ),
 }
 
-# --overfit is the lecture's sanity run: 50 steps on one batch, at a constant rate. Without a folder
-# in `out` a run writes nothing.
+# --overfit is the lecture's sanity run: 50 steps on one batch, at a constant rate, with GPT-2's
+# vocabulary as it is. Without a folder in `out` a run writes nothing. (It is not among PRESETS,
+# because it reads input.txt in place of shards.)
 OVERFIT = Preset(
     "Overfits one batch of 4 x 32 tokens.",
     dict(

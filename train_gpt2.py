@@ -20,10 +20,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import hellaswag
-import recipes
 from config import FLAGS, Config
 from model import GPT, LanguageModel
-from recipes import RECIPES
+from recipes import RECIPES, fresh_model, load_model, models
 from runtime import checkpoint, console, dataloader, hardware, ranks
 from runtime.cli import RunError, run_command
 from runtime.dataloader import Data, TrainLoader
@@ -40,7 +39,7 @@ from runtime.tokenizer import EOT, encode, tokenizer
 def warmup_cosine(step: int, progress: float, config: Config) -> float:
     """The factor of the learning rate: linear warmup, then a cosine to min_lr (arXiv:1608.03983).
 
-    `progress`, the share of the run's tokens before this step, is for recipes whose batch grows.
+    `progress`, the share of the run's tokens before this step, is what other recipes go by.
     """
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
@@ -51,10 +50,12 @@ def warmup_cosine(step: int, progress: float, config: Config) -> float:
 
 
 def make_adamw(model: GPT, config: Config) -> list:
-    """AdamW; its settings, in config.py and model.py, are GPT-3 Small's (arXiv:2005.14165)."""
-    return model.configure_optimizers(config.max_lr, config.weight_decay)
+    """AdamW. Its settings, here and in config.py, are those of GPT-3 Small (arXiv:2005.14165)."""
+    return model.configure_optimizers(
+        config.max_lr, config.weight_decay, betas=(0.9, 0.95), eps=1e-8)
 
 
+# Until here recipes.py has only the model of gpt2, for scripts that do not train.
 RECIPES["gpt2"] = Recipe(GPT, make_adamw, lr_scale=warmup_cosine)
 
 
@@ -62,22 +63,22 @@ RECIPES["gpt2"] = Recipe(GPT, make_adamw, lr_scale=warmup_cosine)
 
 def start_process(device: str) -> Process:
     """This process with its device, and the process group if torchrun has started several."""
-    ranks.die_with_torchrun()
+    ranks.die_with_torchrun()                   # or a torchrun that is killed leaves it running
     process = ranks.read_process()              # RANK, LOCAL_RANK and WORLD_SIZE of torchrun
     process.device = hardware.choose_device(device, process.local_rank)     # "cuda:3", "mps", "cpu"
     if process.on_gpu:
         torch.cuda.set_device(process.device)
     elif process.device == "cpu":
-        hardware.tune_malloc()                  # the memory of a step stays, for the next one
+        hardware.tune_malloc()                  # keeps freed memory, for the next step
 
     if process.world_size > 1:
-        ranks.say_who_is_missing(process)
-        # The ranks wait while rank 0 downloads: HellaSwag, or 6 GB of gpt2-xl with --init. Nothing
-        # destroys the group: run_command ends the process without that, and says there why.
+        ranks.warn_without_torchrun(process)
+        # The ranks wait while rank 0 downloads: HellaSwag, or 6 GB of gpt2-xl with --init. (There
+        # is no destroy_process_group: run_command says why.)
         timeout = timedelta(hours=1)
         dist.init_process_group(
             "nccl" if process.on_gpu else "gloo",
-            store=ranks.shared_store(timeout),          # not that of a start which has failed
+            store=ranks.shared_store(timeout),          # one for each restart of torchrun
             rank=process.rank,
             world_size=process.world_size,
             timeout=timeout,
@@ -85,7 +86,7 @@ def start_process(device: str) -> Process:
     return process
 
 
-def use_tf32(config: Config, process: Process) -> None:
+def set_matmul_precision(config: Config, process: Process) -> None:
     if process.on_gpu:
         precision = "high" if config.tf32 else "highest"        # "high" is TF32
         torch.set_float32_matmul_precision(precision)
@@ -93,12 +94,12 @@ def use_tf32(config: Config, process: Process) -> None:
 
 def make_model(config: Config, start: checkpoint.Start, device: str) -> LanguageModel:
     """The model of --init or of the checkpoint, or a fresh one, on the device."""
-    # All ranks have the same seed, so they draw the same weights. No model has dropout: nothing
-    # else is random in training, and there is no need for model.train() and model.eval().
+    # All ranks have the same seed, so they draw the same weights. Nothing else is random in
+    # training: no model has dropout.
     torch.manual_seed(config.seed)
     model = start.model
     if model is None:
-        model = recipes.fresh_model(config)
+        model = fresh_model(config)
     return model.to(device)
 
 
@@ -108,7 +109,7 @@ class TrainState:
     model: LanguageModel                # eager, for HellaSwag and samples, which have many shapes
     compiled_model: Callable            # for validation, which has one shape
     ddp_model: Callable                 # for training: averages the gradients of all ranks
-    optimizer: CombinedOptimizer
+    optimizer: CombinedOptimizer        # all of the recipe's as one, also for GradScaler
     scaler: torch.amp.GradScaler        # of float16's gradients; of other dtypes it does nothing
     autocast: torch.autocast            # matrix products in config.dtype, inside `with`
 
@@ -117,7 +118,9 @@ def make_train_state(config: Config, model: LanguageModel, process: Process) -> 
     model.use_attention(config.attention)
     model.recompute = config.recompute
     if process.device == "cpu" and not config.compile:
-        model.loss_chunk = 2048         # tokens whose logits are in memory at a time
+        # The logits of so many tokens at a time are in memory. A compiler, or a GPU's kernels,
+        # would not gain by it.
+        model.loss_chunk = 2048
 
     optimizers = RECIPES[config.recipe].make_optimizers(model, config)
     optimizer = CombinedOptimizer(model, optimizers, process, config.shard_optimizer)
@@ -135,27 +138,31 @@ def make_train_state(config: Config, model: LanguageModel, process: Process) -> 
         compiled_model = compile_model(model)
     ddp_model = compiled_model
     if process.world_size > 1:
-        ddp_model = DDP(compiled_model, **ranks.ddp_options(process))
+        ddp_model = DDP(
+            compiled_model,
+            gradient_as_bucket_view=True,           # no second copy of the gradients
+            **ranks.ddp_options(process),
+        )
     return TrainState(model, compiled_model, ddp_model, optimizer, scaler, autocast)
 
 
 def compile_model(model: LanguageModel) -> Callable:
     """torch.compile of the model, which itself stays eager."""
     hardware.silence_compiler()
-    model.before_compile()
+    model.before_compile()              # for a GPT nothing; other models have constants
     return torch.compile(model, dynamic=False)
 
 
 @dataclass
 class Run:
     """What every function of a run takes."""
-    flags: Config               # as asked, some of them "auto": a checkpoint records these
+    asked: Config               # the flags, some of them "auto": a checkpoint records these
     config: Config              # the values that the run uses
     process: Process            # this one, of `world_size`
     schedule: BatchSchedule     # how many tokens each step has
     data: Data
     loader: TrainLoader         # the micro-batches of this process
-    hellaswag: list             # batches of its examples; [] without HellaSwag
+    hellaswag_batches: list     # [] without HellaSwag
     state: TrainState
     output: Output              # the folder --out
     log: console.StepLog        # the lines on the console
@@ -183,7 +190,8 @@ def set_schedules(step: int, run: Run) -> float:
 def train_step(step: int, run: Run) -> torch.Tensor:
     """One optimizer step. Returns float32 (3,): loss, norm before clipping, votes to stop.
 
-    They are the same on all ranks. The CPU does not wait for a GPU here, except with float16.
+    They are the same on all ranks. A vote is that of a rank which has got a signal. The CPU does
+    not wait for a GPU here, except with float16.
     """
     process = run.process
     state = run.state
@@ -192,18 +200,20 @@ def train_step(step: int, run: Run) -> torch.Tensor:
     # number of micro-steps, because the loss of the batch is their mean, not their sum.
     micro_steps = run.loader.micro_steps(step)
     loss_accum = torch.zeros((), device=process.device)
+
+    # `progress` raises Stopped if a signal asks a single process to stop. It also shows a bar.
     for micro_step in process.progress(f"step {step}", range(micro_steps)):
         x, y = run.loader.next_batch()                          # (B, T) each
         if process.world_size > 1:
             # DDP averages the gradients of the ranks in the backward of the last micro-step only.
-            # It reads this before, in the forward.
+            # This is set before the forward, because DDP reads it there.
             state.ddp_model.require_backward_grad_sync = micro_step == micro_steps - 1
         with state.autocast:
             _, loss = state.ddp_model(x, y)
         loss = loss / micro_steps
         loss_accum += loss.detach()
         state.scaler.scale(loss).backward()
-    loss, votes = over_all_ranks(loss_accum, process)
+    loss, votes = mean_loss_and_votes(loss_accum, process)
 
     # Clip. --grad_clip inf only measures the norm.
     state.scaler.unscale_(state.optimizer)
@@ -216,13 +226,14 @@ def train_step(step: int, run: Run) -> torch.Tensor:
     state.scaler.step(state.optimizer)
     state.scaler.update()
 
-    # DDP's gradients lie in its buckets. Zeroed, they stay there; None would make the next step
-    # accumulate outside of them, in new memory.
-    state.model.zero_grad(set_to_none=process.world_size == 1 or micro_steps == 1)
+    # DDP's gradients are views of its buckets. If the next step accumulates, they are zeroed, and
+    # so stay there. With None it would accumulate outside of the buckets, in new memory.
+    accumulates = run.loader.micro_steps(step + 1) > 1
+    state.model.zero_grad(set_to_none=process.world_size == 1 or not accumulates)
     return torch.stack((loss, norm, votes))
 
 
-def over_all_ranks(loss: torch.Tensor, process: Process) -> tuple[torch.Tensor, torch.Tensor]:
+def mean_loss_and_votes(loss: torch.Tensor, process: Process) -> tuple[torch.Tensor, torch.Tensor]:
     """The mean of the ranks' losses; and, in the same message, how many ranks have got a signal."""
     vote = torch.full_like(loss, float(process.signal != ""))
     sums = torch.stack((loss, vote))
@@ -233,17 +244,16 @@ def over_all_ranks(loss: torch.Tensor, process: Process) -> tuple[torch.Tensor, 
 
 # ----------------------------------------------------------------------------- evaluation
 
-def validation_loss(run: Run) -> float:
-    """Mean loss (nats) of the first `val_count` sequences, the same on any number of ranks."""
-    process = run.process
-    data = run.data
-    state = run.state
-    B = run.loader.B
+def validation_loss(data: Data, B: int, state: TrainState, process: Process) -> float:
+    """Mean loss (nats) of the first `val_count` sequences, the same on any number of ranks.
+
+    `B`: how many sequences a rank computes at once.
+    """
     loss_sum = torch.zeros((), device=process.device)
     rows_seen = 0
 
-    # A compiled model runs in the graph of training, which keeps what a backward would need. For
-    # torch.no_grad() torch would compile a second graph, and that takes longer than it saves.
+    # No gradients, but for a compiled model: torch would compile a second graph without them, and
+    # that takes longer than it saves. So a validation runs in the graph of training.
     is_compiled = state.compiled_model is not state.model
     firsts = range(process.rank * B, data.val_count, process.world_size * B)
     for first in process.progress("validation", firsts):
@@ -265,7 +275,7 @@ def validation_loss(run: Run) -> float:
 def hellaswag_score(run: Run) -> tuple[int, int]:
     """(examples whose right ending has the lowest mean loss per token, all examples)."""
     process = run.process
-    own_batches = run.hellaswag[process.rank::process.world_size]
+    own_batches = run.hellaswag_batches[process.rank::process.world_size]
     counts = hellaswag.evaluate(
         run.state.model,
         process.progress("HellaSwag", own_batches),
@@ -287,34 +297,40 @@ def print_samples(run: Run, num_samples=4, max_new_tokens=32) -> None:
     with run.state.autocast:
         idx = run.state.model.generate(idx, max_new_tokens, generator=generator)
     for i, row in enumerate(idx.tolist()):
-        text = tokenizer().decode(row).removeprefix("<|endoftext|>")
+        text = tokenizer().decode(row).removeprefix("<|endoftext|>")            # the empty prompt
         run.process.print0(f"sample {i}: {text}")
 
 
 def evaluate(step: int, run: Run) -> None:
     """Validation loss, HellaSwag and samples, where they are due."""
     config = run.config
-    found = {}                          # {column of metrics.csv: value}
-    if is_due(step, config, config.val_every):
-        loss = validation_loss(run)
-        if not math.isfinite(loss):
-            raise run.process.seen_by_all(RunError(
-                f"the validation loss at step {step} is {loss}: lower --max_lr"))
-        found["val"] = loss
-        run.log.line(step, f"validation loss: {loss:.4f}{console.in_bits(loss, run.data)}")
+    val_is_due = is_due(step, config, config.val_every)
+    hellaswag_is_due = is_due(step, config, config.hellaswag_every) and run.hellaswag_batches
+    samples_are_due = is_due(step, config, config.sample_every) and step > 0
+    if not (val_is_due or hellaswag_is_due or samples_are_due):
+        return
 
-    if is_due(step, config, config.hellaswag_every) and run.hellaswag:
+    found = {}                          # {column of metrics.csv: value}
+    if val_is_due:
+        loss = validation_loss(run.data, run.loader.B, run.state, run.process)
+        if not math.isfinite(loss):
+            raise run.process.error_on_rank0(RunError(
+                f"the validation loss at step {step} is {loss}: lower --max_lr, and begin at an "
+                "earlier checkpoint (--resume) in another --out"))
+        found["val"] = loss
+        run.log.line(step, f"validation loss: {console.loss_text(loss, run.data)}")
+
+    if hellaswag_is_due:
         correct, n = hellaswag_score(run)
         found["hella"] = correct / n
         run.log.line(step, f"HellaSwag accuracy: {correct}/{n}={correct / n:.4f}")
 
-    if is_due(step, config, config.sample_every) and step > 0 and run.process.is_master:
+    if samples_are_due and run.process.is_master:
         print_samples(run)
 
     if found:
         run.output.add(step, **found)
-        title = f"{config.recipe}, {config.n_layer} layers of width {config.n_embd}"
-        run.output.draw(title, last=step == config.max_steps)
+    run.output.draw_losses(last=step == config.max_steps)
 
 
 def is_due(step: int, config: Config, period: int) -> bool:
@@ -325,7 +341,7 @@ def is_due(step: int, config: Config, period: int) -> bool:
 # ----------------------------------------------------------------------------- checkpoints
 
 def save(step: int, run: Run) -> None:
-    """Writes OUT/checkpoint_STEP.pt, on a GPU in the background."""
+    """Writes OUT/checkpoint_STEP.pt; training on a GPU goes on meanwhile."""
     state = run.state
     checkpoint.require_same_weights(state.model, run.process)
 
@@ -336,7 +352,7 @@ def save(step: int, run: Run) -> None:
             "model": checkpoint.host_copy(state.model.state_dict()),
             "model_config": asdict(state.model.config),
             "recipe": run.config.recipe,
-            "config": asdict(run.flags),            # as asked: a resume decides anew what "auto" is
+            "config": asdict(run.asked),            # a resume decides anew what "auto" is
             "step": step,
             "tokens": run.schedule.tokens_before(step),
             "optimizers": optimizer_state,
@@ -351,25 +367,26 @@ def train(step: int, run: Run) -> tuple[int, bool]:
     """Trains from `step` on. Returns the steps done, and whether a signal ended the run.
 
     A signal (SIGTERM, Ctrl-C, ...) is noted in `process`. A single process drops the step or the
-    evaluation that it is in, which then raises Stopped. Several ranks have to stop after the same
-    step: each step adds up their votes, and they stop when they log it. Either way the run saves
-    and ends with exit code 0, and the one that resumes repeats what was dropped.
+    evaluation that it is in: process.progress raises Stopped there. Several ranks have to stop
+    after the same step: each step adds up their votes, and they stop when they log it. Then the run
+    saves and ends with exit code 0, and the one that resumes repeats what was dropped.
     """
     config = run.config
-    launched = LaunchedSteps(run.process)           # those that are not logged yet
+    launched = LaunchedSteps(run.process)           # those that are not logged yet: on a GPU one
     last_saved = step
     try:
         while step < config.max_steps:
             evaluate(step, run)
 
             lr = set_schedules(step, run)
-            launched.begin(after_pause=pause_before(step, config))
+            launched.begin()
             numbers = train_step(step, run)
             launched.end(step, lr, numbers)
             step += 1
 
-            votes = log_steps(launched, pause_before(step, config), run)
-            if votes > 0:
+            # Before an evaluation, a checkpoint or the end all losses have to be known.
+            any_votes = log_steps(launched, wait_for_all=something_is_due(step, config), run=run)
+            if any_votes:
                 raise Stopped
 
             # Before the evaluation: a kill during the evaluation then loses nothing.
@@ -377,20 +394,23 @@ def train(step: int, run: Run) -> tuple[int, bool]:
                 save(step, run)
                 last_saved = step
 
-        # The last evaluation. If the run had ended before, there is nothing left to do.
-        if not run.process.from_master(run.output.has_row(step)):
+        # A run that had ended before has made its last evaluation.
+        if not run.process.from_master(run.output.was_evaluated(step)):
             evaluate(step, run)
         return step, False
     except Stopped:
-        log_steps(launched, True, run)
+        log_steps(launched, wait_for_all=True, run=run)
         if config.checkpoint_every > 0 and step > last_saved:
             save(step, run)
         return step, True
 
 
-def log_steps(launched: LaunchedSteps, wait_for_all: bool, run: Run) -> float:
-    """Checks and logs the steps that are done. Returns how many ranks vote to stop."""
-    all_votes = 0.0
+def log_steps(launched: LaunchedSteps, wait_for_all: bool, run: Run) -> bool:
+    """Checks and logs the steps that are done. Returns whether a rank has voted to stop.
+
+    It is the same on all ranks, because on a GPU all log a step when the next one is launched.
+    """
+    any_votes = False
     for done in launched.take(wait_for_all):
         loss, norm, votes = done.read_numbers()
         check_finite(done.step, loss, norm, run)
@@ -398,15 +418,12 @@ def log_steps(launched: LaunchedSteps, wait_for_all: bool, run: Run) -> float:
         run.log.step(done.step, loss, norm, done.lr, seconds)
         rate = run.schedule.tokens(done.step) / seconds
         run.output.add(done.step, train=loss, norm=norm, lr=done.lr, tokens_per_second=rate)
-        all_votes += votes
-    return all_votes
+        any_votes = any_votes or votes > 0
+    return any_votes
 
 
-def pause_before(step: int, config: Config) -> bool:
-    """Whether an evaluation, a checkpoint or the end of the run comes before this step.
-
-    There all losses have to be known, also on a GPU, and the next step's time begins anew.
-    """
+def something_is_due(step: int, config: Config) -> bool:
+    """Whether an evaluation, a checkpoint or the end of the run comes before this step."""
     periods = (config.val_every, config.hellaswag_every, config.sample_every,
                config.checkpoint_every)
     return step == config.max_steps or any(is_due(step, config, period) for period in periods)
@@ -415,12 +432,12 @@ def pause_before(step: int, config: Config) -> bool:
 def check_finite(step: int, loss: float, norm: float, run: Run) -> None:
     """RunError if the loss or the gradient is not finite: the weights are not worth saving."""
     # float16's scaler begins at 65536, leaves out a step whose gradient overflows, and halves its
-    # scale. So some overflows are usual. But not after the 25 that bring it to 1/512.
+    # scale. So some overflows are usual. 25 in a row bring it to 1/512: one more is an error.
     scaler = run.state.scaler
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 2**-9
     if math.isfinite(loss) and (math.isfinite(norm) or may_overflow):
         return
-    raise run.process.seen_by_all(RunError(
+    raise run.process.error_on_rank0(RunError(
         f"the loss or the gradient of step {step} is not finite (loss {loss}, gradient norm "
         f"{norm}), and with the same settings it would be so again: lower --max_lr, and begin at "
         "an earlier checkpoint (--resume) in another --out"))
@@ -432,47 +449,67 @@ def main(argv: list[str] | None = None) -> None:
     given = FLAGS.parse(__doc__, argv)                  # {flag: value} of the command line
     process = start_process(given.get("device", "auto"))
     with hardware.memory_errors(process.device):
-        # Where the run begins; then the value of every flag, of those, too, that a checkpoint has
-        # recorded. (on_all_ranks: a mistake on one rank ends all of them.)
-        start = recipes.find_start(FLAGS.merge(given), process)
-        flags, config = process.on_all_ranks(FLAGS.resolve, given, start, process)
-        check_ranks_agree(flags, config, process)
-        use_tf32(config, process)
+        # Where the run begins: the flags of the command line tell. Then the value of every flag,
+        # which a checkpoint may have. (on_all_ranks: a mistake on one rank ends all of them.)
+        start = checkpoint.find_start(FLAGS.merge(given), process, models(), load_model)
+        asked, config = process.on_all_ranks(FLAGS.resolve, given, start, process)
+        check_ranks_agree(config, process)
+        set_matmul_precision(config, process)
+        if config.eval_only:
+            evaluate_only(config, start, process)
+        else:
+            start_run(asked, config, start, process)
 
-        # The data, and the model with all that trains it.
-        schedule = process.on_all_ranks(
-            make_batch_schedule, RECIPES[config.recipe], config, process.world_size)
-        data = dataloader.open_same_data(config, process)
-        model = process.on_all_ranks(make_model, config, start, process.device)
-        config.compile = hardware.choose_compile(
-            config, model, schedule.tokens_left(start.step), process)
-        state = make_train_state(config, model, process)
-        if start.path:
-            process.on_all_ranks(
-                checkpoint.restore, start, data, schedule, state.optimizer, state.scaler)
-        console.print_header(config, process, data, model, schedule, start)
 
-        # The micro-batch that fits into memory. The training step is compiled here.
-        may_shrink = flags.batch_size == "auto"
-        B = hardware.choose_micro_batch(config, may_shrink, schedule, state, process)
-        console.print_batch(config, process, schedule, B)
-        if config.dry_run:
-            seconds = hardware.time_micro_step(state, config.sequence_length, process.device, B)
-            console.print_estimate(config, process, data, schedule, start.step, seconds / B)
-            return
+def evaluate_only(config: Config, start: checkpoint.Start, process: Process) -> None:
+    """--eval_only: prints the validation loss of the model of --init, or of the run in --out."""
+    data = dataloader.open_same_data(config, process)
+    config.compile = config.compile is True             # with "auto" a single evaluation is eager
+    model = make_model(config, start, process.device)
+    state = make_train_state(config, model, process)
+    loss = validation_loss(data, config.batch_size, state, process)
+    tokens = data.val_count * config.sequence_length
+    process.print0(f"{start.path or config.init}: validation loss: "
+                   f"{console.loss_text(loss, data)} on {tokens:,} tokens of {config.data}")
 
-        # From here on something is written, and a signal asks the run to stop.
-        examples = hellaswag.hellaswag_batches(config, process)
-        output = Output(config, process, schedule.tokens_before)
-        process.on_all_ranks(output.open, start)
-        process.catch_signals()
 
-        loader = TrainLoader(data.train, schedule, B, start.step, process)
-        log = console.StepLog(process, schedule, model.flops_per_token(config.sequence_length))
-        run = Run(flags, config, process, schedule, data, loader, examples, state, output, log)
-        with output, closing(loader):
-            step, stopped = train(start.step, run)
-        console.print_summary(run, step, stopped)
+def start_run(asked: Config, config: Config, start: checkpoint.Start, process: Process) -> None:
+    # The data, and the model with all that trains it.
+    schedule = process.on_all_ranks(
+        make_batch_schedule, RECIPES[config.recipe], config, process.world_size)
+    data = dataloader.open_same_data(config, process)
+    model = process.on_all_ranks(make_model, config, start, process.device)
+    config.compile = hardware.choose_compile(           # the last "auto": it needs the model
+        config, model, schedule.tokens_left(start.step), process)
+    state = make_train_state(config, model, process)
+    if start.path:
+        process.on_all_ranks(
+            checkpoint.restore, start, data, schedule, state.optimizer, state.scaler)
+    console.print_header(config, process, data, model, schedule, start)
+
+    # The sequences of a micro-batch. On a GPU, and with --compile, one is tried here.
+    may_shrink = asked.batch_size == "auto"
+    B = hardware.choose_micro_batch(config, may_shrink, schedule, state, process)
+    console.print_batch(config, process, schedule, B)
+    if config.dry_run:
+        seconds = hardware.time_micro_step(state, config.sequence_length, process.device, B)
+        console.print_estimate(config, process, data, schedule, start.step, seconds / B)
+        return
+    hellaswag_batches = hellaswag.batches_of_run(config, process)
+
+    # From here on something is written, and a signal asks the run to stop.
+    output = Output(config, process, schedule.tokens_before)
+    process.on_all_ranks(output.open, start)
+    process.catch_signals()
+
+    loader = TrainLoader(data.train, schedule, B, start.step, process)
+    log = console.StepLog(process, schedule, model.flops_per_token(config.sequence_length))
+    run = Run(
+        asked=asked, config=config, process=process, schedule=schedule, data=data, loader=loader,
+        hellaswag_batches=hellaswag_batches, state=state, output=output, log=log)
+    with output, closing(loader):
+        step, stopped = train(start.step, run)
+    console.print_summary(run, step, stopped)
 
 
 if __name__ == "__main__":

@@ -55,6 +55,8 @@ def choose_checkpoint(flags) -> Path | None:
 
     The newest one in --out, if there is any. Otherwise the one that --resume names.
     """
+    if flags.eval_only and flags.init != "scratch":
+        return None                             # it evaluates the model of --init
     newest = None
     saved = checkpoints(flags.out)
     if saved:

@@ -221,7 +221,7 @@ def use_null_device_for_closed_streams() -> None:
 def returned_code(main: Callable[[], int | None]) -> int:
     try:
         return main() or 0
-    except SystemExit as error:                 # of --help, and of Process.seen_by_all
+    except SystemExit as error:                 # of --help, and of Process.error_on_rank0
         return error.code or 0
 
 

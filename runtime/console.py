@@ -52,7 +52,8 @@ class StepLog:
         self.process = process
         self.schedule = schedule
         self.flops_per_token = flops_per_token
-        self.losses = array("d")                # of each step, as the next two
+        # One number for each step.
+        self.losses = array("d")
         self.seconds = array("d")
         self.seconds_per_token = array("d")
 
@@ -189,20 +190,20 @@ def print_estimate(
     if c.val_every:
         count = math.ceil(c.max_steps / c.val_every) - math.ceil(step / c.val_every) + 1
         # A forward takes about a third of the time (docs/running.md).
-        seconds = count * data.val_count * c.sequence_length / rate / 3
-        validations = f" and {clock(seconds)} for {counted(count, 'validation')}"
+        of_validations = count * data.val_count * c.sequence_length / rate / 3
+        validations = f" and {clock(of_validations)} for {counted(count, 'validation')}"
     process.print0(
         f"about {c.total_batch_size / rate:.3g} s per step, {steps}{validations}, without "
         "optimizer, HellaSwag, samples and what several GPUs exchange; nothing was written, and "
         "the same command without --dry_run starts the run")
 
 
-def in_bits(loss: float, data) -> str:
-    """' (1.6543 bits per byte)' for a validation loss; '' where the tokens are not GPT-2's."""
+def loss_text(loss: float, data) -> str:
+    """'4.2510 (1.8901 bits per byte)' for a validation loss; without bits if nobody knows them."""
     bits = loss * data.bits_per_byte
-    if not math.isfinite(bits):
-        return ""
-    return f" ({bits:.4f} bits per byte)"
+    if not math.isfinite(bits):             # the tokens are not GPT-2's
+        return f"{loss:.4f}"
+    return f"{loss:.4f} ({bits:.4f} bits per byte)"
 
 
 def print_summary(run, step: int, stopped: bool) -> None:
@@ -247,7 +248,7 @@ def print_best(config, process, data, rows: list[dict]) -> None:
             if first_loss < loss:
                 at_first += "; training has raised the loss: lower --max_lr"
         process.print0(f"best checkpoint: {saved[step]}, validation loss "
-                       f"{loss:.4f}{in_bits(loss, data)}{at_first}")
+                       f"{loss_text(loss, data)}{at_first}")
         model += "/best"
     process.print0(f"next: python sample.py --model {shlex.quote(model)}")
 
@@ -256,7 +257,7 @@ def print_overfit(process, losses: Sequence[float]) -> None:
     """The verdict of --overfit. RunError if it has failed."""
     text = (f"overfit one batch: loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps: ")
     if losses[-1] >= OVERFIT_LOSS:
-        raise process.seen_by_all(
+        raise process.error_on_rank0(
             RunError(f"{text}FAILED (expected a loss below {OVERFIT_LOSS})"))
     process.print0(f"{text}PASSED\n"
                    "next: python fineweb.py --input input.txt --out data/shakespeare")

@@ -230,17 +230,15 @@ class TrainLoader:
 @dataclass
 class Data:
     """What a run reads."""
-    train: TokenDataset
+    train: TokenDataset | None              # None with --eval_only
     val: TokenDataset | None = None         # None without validations
     val_count: int = 0                      # sequences of one validation, the first ones of `val`
     unfinished: str = ""                    # a warning, if the shards are not all there yet
 
     def fingerprints(self) -> dict[str, list]:
         """{split: [name, tokens, digest] of each shard}."""
-        fingerprints = {"train": self.train.fingerprint}
-        if self.val:
-            fingerprints["val"] = self.val.fingerprint
-        return fingerprints
+        splits = {"train": self.train, "val": self.val}
+        return {name: split.fingerprint for name, split in splits.items() if split}
 
     @cached_property
     def bits_per_byte(self) -> float:
@@ -264,9 +262,11 @@ def open_data(config) -> Data:
         return Data(TokenDataset(
             [overfit_tokens(config.total_batch_size)], T, vocab_size=vocab_size))
 
-    train_shards = list_shards(config.data, "train")
-    train = TokenDataset(train_shards, T, config.seed, config.shuffle, vocab_size)
-    if not config.val_every:
+    train = None
+    if not config.eval_only:
+        train_shards = list_shards(config.data, "train")
+        train = TokenDataset(train_shards, T, config.seed, config.shuffle, vocab_size)
+    if not config.val_every and not config.eval_only:
         return Data(train, unfinished=unfinished(config.data))
 
     val = TokenDataset(list_shards(config.data, "val"), T, vocab_size=vocab_size)

@@ -1,5 +1,4 @@
-"""The flags of train_gpt2.py: how the command line is read, which of several sources wins, what
-"auto" means, and which values no run can have."""
+"""Reads, merges, completes and checks the flags of train_gpt2.py, which config.py has."""
 import argparse
 import dataclasses
 import textwrap
@@ -79,11 +78,16 @@ class FlagTable:
         shape = {}
         if start.model:
             shape = model_shape(start.model)
+        if given.get("eval_only"):
+            if start.model is None:
+                raise UserError("--eval_only needs a model: name it with --init, or its run with "
+                                "--out")
+            given = {"recipe": start.model.recipe, **given}
         recorded = self.recorded(start)
         flags = self.merge(given, recorded, shape)
         if start.path:
             check_step(start, flags)
-            check_fixed_flags(start, recorded, self.wanted(given, flags, shape))
+            check_fixed_flags(start, recorded, self.wanted(given, shape))
         elif start.model:
             self.check_init(given, flags, start.model)
         self.check(flags)
@@ -114,7 +118,8 @@ class FlagTable:
         """
         preset = self.preset_of(given)
         others = (recorded or {}) | given | (shape or {})
-        recipe = self.recipes[(preset | others).get("recipe", self.Config.recipe)]
+        name = (preset | others).get("recipe", self.Config.recipe)
+        recipe = self.recipes[name]
         return self.Config(**recipe.defaults | preset | recipe.rates | others)
 
     def preset_of(self, given: dict) -> dict:
@@ -147,12 +152,11 @@ class FlagTable:
                     raise unexpected(f"its --{f.name}", f"a valid {f.type.__name__}", value)
         return recorded | model_shape(start.model)
 
-    def wanted(self, given: dict, flags, shape: dict) -> dict:
+    def wanted(self, given: dict, shape: dict) -> dict:
         """{flag: value} that the command asks for, to compare with a checkpoint's `fixed` flags."""
         wanted = self.preset_of(given) | given
         if wanted.get("init", "scratch") != "scratch":
-            # A run that began from --init has the shape of that model. The shape in a preset, which
-            # --init overrode then, is no contradiction now; a typed one is.
+            # A run that began from --init has the shape of that model, whatever the preset says.
             for name in shape.keys() - given.keys():
                 wanted.pop(name, None)
         fixed = [f.name for f in dataclasses.fields(self.Config) if f.metadata.get("fixed")]
@@ -185,11 +189,10 @@ class FlagTable:
             raise UserError(f"--min_lr {config.min_lr} must not be above --max_lr {config.max_lr}: "
                             "lower --min_lr or raise --max_lr")
 
-        # What --overfit is without. It writes nothing.
-        without = ("preset", "resume", "out", "val_every", "checkpoint_every")
+        # It has no validation shards, and writes nothing.
         if config.overfit:
-            usual = self.merge({"overfit": True})
-            for name in without:
+            usual = self.Config(**self.overfit.flags)
+            for name in ("preset", "resume", "out", "val_every", "checkpoint_every"):
                 if getattr(config, name) != getattr(usual, name):
                     raise UserError(f"--overfit cannot be combined with --{name}: leave it out")
 
@@ -201,10 +204,9 @@ def set_automatic(config, **values) -> None:
             setattr(config, name, value)
 
 
-def check_ranks_agree(flags, config, process) -> None:
+def check_ranks_agree(config, process) -> None:
     """UserError if the flags of the ranks differ, or what their hardware made of "auto"."""
-    # Each GPU may find another --batch_size auto; the smallest will be taken.
-    values = vars(config) | {"batch_size": flags.batch_size}
+    values = dict(vars(config))
     for name in ("data", "hellaswag_data", "out", "device", "wandb"):
         del values[name]
     process.require_same({f"--{name}": value for name, value in values.items()})

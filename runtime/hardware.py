@@ -146,9 +146,9 @@ def memory_errors(device: str):
 
 
 def most_sequences_that_fit(config, model: torch.nn.Module, device: str, reserved: int) -> int:
-    """An upper bound of the sequences of a micro-step that fit into a GPU's free memory.
+    """An estimate of the sequences of a micro-step that fit into a GPU's free memory.
 
-    It holds for compiled models. An eager one takes up to three times as much: then the trial
+    It is that of a compiled model. An eager one takes up to three times as much: then the trial
     fails, and the micro-batch is halved. `reserved` bytes have to stay free.
     """
     vectors = model.kept_vectors
@@ -221,7 +221,10 @@ def choose_micro_batch(
     def trial(B):
         time_micro_step(state, config.sequence_length, process.device, B, reserved)
 
-    return largest_micro_batch(config, may_shrink, limit, schedule, process, trial)
+    B = largest_micro_batch(config, may_shrink, limit, schedule, process, trial)
+    if process.on_gpu:
+        torch.cuda.reset_peak_memory_stats()        # what the trials took is no need of the run
+    return B
 
 
 def largest_micro_batch(
@@ -238,8 +241,8 @@ def largest_micro_batch(
     while True:
         B = largest_divisor(share, limit)
         if B <= min(share, limit) // 4:
-            process.print0(f"micro-batches of {B} are slow: a step has {share} sequences a process, "
-                           f"of which {B} is the largest divisor up to {limit}. Choose a "
+            process.print0(f"micro-batches of {B} are slow: a step has {share} sequences a "
+                           f"process, of which {B} is the largest divisor up to {limit}. Choose a "
                            f"--total_batch_size of a multiple of {limit} sequences a process")
         if not needs_trial:
             return B
@@ -306,47 +309,7 @@ def tune_malloc() -> None:
         libc.mallopt(parameter, value)
 
 
-def copy_later(tensor: torch.Tensor) -> Callable[[], list]:
-    """Starts to copy a small tensor to the CPU. Returns a function that returns its numbers.
-
-    That function waits for the copy, but not for work that the GPU has been given since. A tensor
-    on the CPU is not copied.
-    """
-    if not tensor.is_cuda:
-        numbers = tensor.tolist()           # on a Mac this waits for its GPU
-        return lambda: numbers
-
-    copy = tensor.to("cpu", non_blocking=True)              # into pinned memory
-    copied = torch.cuda.Event()
-    copied.record()
-
-    def wait():
-        copied.synchronize()
-        return copy.tolist()
-    return wait
-
-
 # ----------------------------------------------------------------------------- how fast devices are
-
-def mark_time(device: str) -> "torch.cuda.Event | float":
-    """A moment in the device's work, for seconds_between.
-
-    A GPU comes to it when it has done all that it was given before, whenever the CPU asks for it.
-    """
-    if device.startswith("cuda"):
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-    return time.perf_counter()
-
-
-def seconds_between(first, last) -> float:
-    """The seconds between two moments of mark_time. Waits until the GPU has come to the last."""
-    if isinstance(first, float):
-        return last - first
-    last.synchronize()
-    return first.elapsed_time(last) / 1000
-
 
 def choose_compile(config, model: torch.nn.Module, tokens_left: int, process) -> bool:
     """--compile, where it is "auto" by the length of the run. Says so where one would wonder."""

@@ -26,7 +26,7 @@ from runtime.plots import plot_run
 
 # What a run writes beside its checkpoints.
 RUN_FILES = ("metrics.csv", "loss.png", "wandb_id")
-PATIENCE = 60.0         # seconds between two pictures of a run
+PICTURE_SECONDS = 60.0          # at least, between two pictures of a run
 
 
 class Output:
@@ -46,7 +46,7 @@ class Output:
         self.table = None               # metrics.csv, open for writing; None: nothing is written
         self.lock = None
         self.wandb = None
-        self.picture_due = 0.0          # when `draw` may make the next loss.png
+        self.picture_due = 0.0          # when draw_losses may make the next loss.png
 
         self.executor = ThreadPoolExecutor(1, "checkpoint")
         self.pending = None             # the Future of the checkpoint that is being written
@@ -100,7 +100,7 @@ class Output:
         """
         if self.table is None:
             return
-        if not self.has_row(step):
+        if not self.rows or self.rows[-1]["step"] != step:
             self.end_row()
             row = dict.fromkeys(FORMATS)
             row.update(step=step, tokens=self.tokens_before(step), seconds=self.seconds)
@@ -113,9 +113,11 @@ class Output:
         if self.wandb:
             self.wandb.log(cells, step=step)
 
-    def has_row(self, step: int) -> bool:
-        """Whether the last row is that of this step."""
-        return bool(self.rows) and self.rows[-1]["step"] == step
+    def was_evaluated(self, step: int) -> bool:
+        """Whether the last row is that of this step, and has its evaluations."""
+        if not self.rows or self.rows[-1]["step"] != step:
+            return False
+        return self.rows[-1]["val"] is not None or self.rows[-1]["hella"] is not None
 
     def end_row(self) -> None:
         """Writes the last row, if it is not in the file yet."""
@@ -123,8 +125,8 @@ class Output:
             print(row_line(self.rows[-1]), file=self.table, flush=True)
         self.row_is_open = False
 
-    def draw(self, title: str, last: bool) -> None:
-        """Draws loss.png, at most once in PATIENCE seconds, and at the end (`last`).
+    def draw_losses(self, last: bool) -> None:
+        """Draws loss.png, at most once in PICTURE_SECONDS, and at the end (`last`).
 
         A failure is a warning. Without matplotlib it warns once, and does not try again.
         """
@@ -134,9 +136,10 @@ class Output:
             return
 
         path = self.out / "loss.png"
-        self.picture_due = time.monotonic() + PATIENCE
+        c = self.config
+        self.picture_due = time.monotonic() + PICTURE_SECONDS
         try:
-            plot_run(self.rows, path, title)
+            plot_run(self.rows, path, f"{c.recipe}, {c.n_layer} layers of width {c.n_embd}")
         except Exception as error:
             # matplotlib raises all kinds of errors, and no run should end by a picture.
             print_error(f"warning: {path} was not drawn ({brief_error(error)})")

@@ -73,7 +73,7 @@ class Process:
         """Rank 0's value, on all ranks."""
         return self.gather(value)[0]
 
-    def seen_by_all(self, error: UserError | RunError) -> BaseException:
+    def error_on_rank0(self, error: UserError | RunError) -> BaseException:
         """What a rank raises for a mistake that all ranks have noticed: only rank 0 prints it."""
         if self.is_master:
             return error
@@ -101,7 +101,7 @@ class Process:
             message = str(error)
             if rank > 0:
                 message = f"process {rank}: {message}"
-            raise self.seen_by_all(type(error)(message))
+            raise self.error_on_rank0(type(error)(message))
         return result
 
     def rank0_first(self, function, *args):
@@ -130,7 +130,7 @@ class Process:
             for name in of_master | of_rank:
                 found, expected = of_rank.get(name), of_master.get(name)
                 if found != expected:
-                    raise self.seen_by_all(error(
+                    raise self.error_on_rank0(error(
                         f"process {rank}: {name} is {safe_repr(found)}, but "
                         f"{safe_repr(expected)} on process 0: {remedy}"))
 
@@ -222,7 +222,7 @@ def die_with_torchrun() -> None:
         ctypes.CDLL(None).prctl(1, int(signal.SIGTERM))         # PR_SET_PDEATHSIG
 
 
-def say_who_is_missing(process: Process) -> None:
+def warn_without_torchrun(process: Process) -> None:
     """Without torchrun the others may never come: says how many, and where this process waits."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return
@@ -243,8 +243,8 @@ def shared_store(timeout: timedelta) -> dist.Store:
 
 
 def ddp_options(process: Process) -> dict:
-    """The arguments of DDP, beside the model."""
-    options = {"gradient_as_bucket_view": True}         # no second copy of the gradients
+    """Those arguments of DDP that depend on the device and on torch's version."""
+    options = {}
     if process.on_gpu:
         options["device_ids"] = [process.device]
 
