@@ -52,10 +52,10 @@ class StepLog:
         self.process = process
         self.schedule = schedule
         self.flops_per_token = flops_per_token
-        # One number for each step.
-        self.losses = array("d")
-        self.seconds = array("d")
-        self.seconds_per_token = array("d")
+        # One number for each step, in 4 bytes.
+        self.losses = array("f")
+        self.seconds = array("f")
+        self.seconds_per_token = array("f")
 
     def step(self, step: int, loss: float, norm: float, lr: float, dt: float) -> None:
         """`dt`: the seconds that the step took."""
@@ -79,7 +79,7 @@ class StepLog:
             parts.append(f"mfu {mfu:.0%}")
 
         # The first step tells nothing about the others: it may still compile and allocate.
-        recent = self.seconds_per_token[1:][-RECENT_STEPS:]
+        recent = self.seconds_per_token[max(1, len(self.seconds) - RECENT_STEPS):]
         if recent:
             left = self.schedule.tokens_left(step + 1) * statistics.median(recent)
             parts.append(f"{clock(left)} left")

@@ -1,4 +1,5 @@
 """The folder --out of a run: metrics.csv, checkpoints, loss.png; and Weights & Biases."""
+import itertools
 import math
 import os
 import time
@@ -101,8 +102,8 @@ class Output:
                 self.metrics.set(name, math.nan)
             cells = self.metrics[-1].items()
             self.row = {name: format(v, FORMATS[name]) for name, v in cells if v is not None}
-        text = "".join(f"{line}\n" for line in [HEADER, *lines.values()])
-        replace_file(path, lambda file: file.write(text.encode()))
+        lines = itertools.chain([HEADER], lines.values())
+        replace_file(path, lambda file: file.writelines(f"{line}\n".encode() for line in lines))
 
     @property
     def seconds(self) -> float:

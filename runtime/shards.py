@@ -180,9 +180,9 @@ def manifest_to_continue(folder: Path, settings: dict) -> dict:
 
     found = read_manifest(folder)
     if not found:
-        raise UserError(f"{folder} has shards, but manifest.json, which says how they were made, is "
-                        "missing: restore the file, choose another --out, or train on these shards "
-                        "as they are")
+        raise UserError(f"{folder} has shards, but manifest.json is missing, which says how they "
+                        "were made: restore the file, choose another --out, or train on these "
+                        "shards as they are")
 
     # The version comes first: of the manifest of another command it is null.
     for key, value in settings.items():
