@@ -35,7 +35,9 @@ class Metrics(Sequence):
     def __len__(self) -> int:
         return len(self.columns["step"])
 
-    def __getitem__(self, i: int) -> dict:
+    def __getitem__(self, i):
+        if isinstance(i, slice):
+            return [self[j] for j in range(len(self))[i]]
         row = {}
         for name, form in FORMATS.items():
             value = self.columns[name][i]

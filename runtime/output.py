@@ -82,8 +82,13 @@ class Output:
     # ------------------------------------------------------------------------- metrics.csv
 
     def continue_metrics(self, step: int) -> None:
-        """Makes metrics.csv anew, with the rows that it has of the steps before `step`."""
+        """Makes metrics.csv anew, with the rows that it has of the steps before `step`.
+
+        A row of `step` is open then, in memory, for what else the step will measure.
+        """
+        self.close_table()
         path = self.out / "metrics.csv"
+        self.metrics = Metrics()
         lines = {}
         if step > 0 and is_there(path):
             with reading(path, REMEDY):
@@ -96,8 +101,7 @@ class Output:
                 f"checkpoints up to step {step} stay, because one of them may be the best")
 
         if lines.pop(step, None):
-            # Its evaluations stay, in a row that is open for what the step will measure. The step
-            # itself will be trained again.
+            # Its evaluations stay. The step itself will be trained again.
             for name in ("train", "lr", "norm", "tokens_per_second"):
                 self.metrics.set(name, math.nan)
             cells = self.metrics[-1].items()
@@ -122,13 +126,16 @@ class Output:
     def add(self, step: int, **cells: float) -> None:
         """Records cells of the row of `step`: those of its evaluations, then those of its training.
 
-        The row is written once, when it has them all: not all file systems can take half a row
-        back, and a kill leaves none.
+        The row is written when it has them all, so that a kill leaves no half of one; or before, if
+        a checkpoint of the step is saved.
         """
         if self.lock is None:
             return
         if self.wandb:
             self.wandb.log(cells, step=step)
+        if self.has_row(step) and self.row is None:
+            # Not by a truncate, which not all file systems have: s3fs would keep both rows.
+            self.continue_metrics(step)
         if not self.has_row(step):
             self.end_row()
             cells = dict(step=step, tokens=self.tokens_before(step), seconds=self.seconds) | cells
@@ -209,8 +216,8 @@ class Output:
         """
         self.finish_save()
 
-        # After a loss of power no checkpoint may be newer than the record that it continues. (A row
-        # that is still open is of the step that comes next.)
+        # After a loss of power no checkpoint may be newer than the record that it continues.
+        self.end_row()
         self.close_table()
 
         old = self.superfluous_after(content["step"])
@@ -230,11 +237,15 @@ class Output:
             counted = counted[-self.config.keep_checkpoints:]
         kept = {step, *counted}
 
-        # The best of those that have a file. Where metrics.csv was lost, it is not known.
+        # The best of those that have a file.
         best = self.metrics.lowest({step, *saved})
         if best:
             kept.add(best[1])
-        first_row = self.metrics[0]["step"]
+
+        # Before the first row no losses are known: an earlier metrics.csv has been lost.
+        first_row = step
+        if self.metrics:
+            first_row = self.metrics[0]["step"]
         return [path for s, path in saved.items() if s not in kept and s > first_row]
 
     def _write(self, content, old):
