@@ -22,6 +22,10 @@ from train_gpt2 import evaluate, hellaswag_score, print_samples, validation_loss
 
 # ----------------------------------------------------------------------- validation
 
+def validate(run):
+    return validation_loss(run.data, run.loader.B, run.state, run.process)
+
+
 @torch.no_grad()
 def plain_validation(run, count):
     """The mean loss of the first sequences, one after the other."""
@@ -38,7 +42,7 @@ def test_validation_is_the_mean_of_its_sequences_whatever_the_last_batch(count, 
     run = make_run()
     run.data.val_count = count
     run.loader.B = B
-    assert validation_loss(run) == pytest.approx(plain_validation(run, count), abs=1e-5)
+    assert validate(run) == pytest.approx(plain_validation(run, count), abs=1e-5)
 
 
 class Compiled:
@@ -81,7 +85,7 @@ def test_a_compiled_validation_has_gradients_and_frees_each_graph_before_the_nex
     """For torch.no_grad() torch would compile a second graph, and another one for each shape."""
     run = make_run(compile=True)
 
-    validation_loss(run)
+    validate(run)
 
     [model] = compiled
     assert model.shapes == [(4, 24)] * 3
@@ -94,7 +98,7 @@ def test_an_eager_validation_has_no_gradients():
     run = make_run()
     seen = []
     run.state.model.register_forward_pre_hook(lambda *_: seen.append(torch.is_grad_enabled()))
-    validation_loss(run)
+    validate(run)
     assert seen == [False] * 3
 
 
@@ -118,13 +122,13 @@ def test_each_rank_scores_its_own_batches_of_hellaswag_by_the_mean_loss(monkeypa
     monkeypatch.setattr(hellaswag, "evaluate", count)
     scored = []
     run = make_run()
-    run.hellaswag = ["a", "b", "c", "d", "e"]
+    run.hellaswag_batches = ["a", "b", "c", "d", "e"]
 
     assert hellaswag_score(run) == (7, 10)
     for rank in (0, 1):
         run.process = OneOfTwo(rank)
         assert hellaswag_score(run) == (14, 20)
-    assert scored == [run.hellaswag, ["a", "c", "e"], ["b", "d"]]
+    assert scored == [run.hellaswag_batches, ["a", "c", "e"], ["b", "d"]]
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +165,7 @@ def test_hellaswag_and_samples_are_computed_in_the_runs_dtype(speaking_model):
     """As are steps and validations: test_flags.py."""
     run = make_run(speaking_model, vocab_size=50304, dtype="bfloat16")
     example = {"ctx": "one two", "endings": ["three", "four", "five", "six"], "label": 0}
-    run.hellaswag = hellaswag.make_batches([example], 24)
+    run.hellaswag_batches = hellaswag.make_batches([example], 24)
     dtypes = set()
 
     def remember_dtype(module, inputs, output):
@@ -184,7 +188,7 @@ def made(monkeypatch):
     names = []
     for name, result in (("validation_loss", 2.5), ("hellaswag_score", (3, 4)),
                          ("print_samples", None)):
-        def make(run, name=name, result=result):
+        def make(*arguments, name=name, result=result):
             names.append(name)
             return result
 
@@ -203,7 +207,7 @@ def made(monkeypatch):
 ])
 def test_an_evaluation_is_due_at_its_period_and_after_the_last_step(step, cells, samples, made):
     run = make_run(max_steps=11, val_every=2, hellaswag_every=3, sample_every=4)
-    run.hellaswag = ["a batch"]
+    run.hellaswag_batches = ["a batch"]
 
     evaluate(step, run)
 
@@ -217,7 +221,7 @@ def test_an_evaluation_is_due_at_its_period_and_after_the_last_step(step, cells,
 
 def test_an_evaluation_is_printed(made, capsys):
     run = make_run(max_steps=250, val_every=250, hellaswag_every=250)
-    run.hellaswag = ["a batch"]
+    run.hellaswag_batches = ["a batch"]
     run.data.bits_per_byte = 0.5
     evaluate(250, run)
     assert capsys.readouterr().out == (
@@ -227,7 +231,7 @@ def test_an_evaluation_is_printed(made, capsys):
 
 def test_a_period_of_0_is_never_and_nor_is_hellaswag_without_examples(made):
     never = make_run()
-    never.hellaswag = ["a batch"]
+    never.hellaswag_batches = ["a batch"]
     for step in (0, 5, 10):
         evaluate(step, never)
     evaluate(1, make_run(hellaswag_every=1))
@@ -235,7 +239,7 @@ def test_a_period_of_0_is_never_and_nor_is_hellaswag_without_examples(made):
 
 
 def test_a_validation_loss_that_is_not_finite_ends_the_run_unrecorded(made, monkeypatch):
-    monkeypatch.setattr(train_gpt2, "validation_loss", lambda run: math.nan)
+    monkeypatch.setattr(train_gpt2, "validation_loss", lambda *arguments: math.nan)
     run = make_run(val_every=2)
     with pytest.raises(RunError, match="step 4 .*--max_lr"):
         evaluate(4, run)

@@ -7,8 +7,11 @@ import matplotlib.figure
 import pytest
 from helpers import BYTES, ENV, ROOT, cold, logged, train
 
-from runtime import plots
-from runtime.plots import draw, plot_run, short_count
+from config import Config
+from runtime.checkpoint import Start
+from runtime.output import Output
+from runtime.plots import plot_run, short_count
+from runtime.ranks import Process
 
 
 def make_rows(train=(), val=(), hella=()):
@@ -106,27 +109,34 @@ def test_a_record_without_numbers_is_not_drawn(columns, tmp_path):
 
 @pytest.fixture
 def output(tmp_path):
-    """An Output, as far as a picture needs one."""
-    return SimpleNamespace(out=tmp_path, rows=make_rows(val=[5.0]), picture_due=0.0)
+    """An Output with one evaluation."""
+    output = Output(Config(out=str(tmp_path / "log")), Process(), lambda step: 100 * step)
+    output.open(Start())
+    output.add(0, val=5.0)
+    with output:
+        yield output
 
 
 @pytest.fixture
 def now(monkeypatch):
     """A clock: `now.time` is what it shows."""
     clock = SimpleNamespace(time=1000.0)
-    monkeypatch.setattr(plots.time, "monotonic", lambda: clock.time)
+    monkeypatch.setattr("runtime.output.time.monotonic", lambda: clock.time)
     return clock
 
 
 def test_a_picture_is_drawn_at_most_once_a_minute_and_at_the_end(output, now, monkeypatch):
+    def note(rows, path, title):
+        drawn.append((now.time, path))
+
     drawn = []
-    monkeypatch.setattr(plots, "plot_run", lambda rows, path, title: drawn.append((now.time, path)))
+    monkeypatch.setattr("runtime.output.plot_run", note)
 
     for seconds in (1000.0, 1030.0, 1059.0, 1061.0):
         now.time = seconds
-        draw(output, "", last=False)
+        output.draw_losses(last=False)
     now.time = 1100.0
-    draw(output, "", last=True)
+    output.draw_losses(last=True)
 
     path = output.out / "loss.png"
     assert drawn == [(1000.0, path), (1061.0, path), (1100.0, path)]
@@ -139,10 +149,10 @@ def test_a_picture_that_fails_is_a_warning_and_is_tried_again(output, now, monke
         failures.append(path)
         raise OverflowError("too many ticks")
 
-    monkeypatch.setattr(plots, "plot_run", fail)
+    monkeypatch.setattr("runtime.output.plot_run", fail)
     for seconds in (1000.0, 1061.0):
         now.time = seconds
-        draw(output, "", last=False)
+        output.draw_losses(last=False)
 
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == len(failures) == 2
@@ -156,10 +166,10 @@ def test_without_matplotlib_it_is_one_warning_that_names_the_package(
     output, now, monkeypatch, capsys
 ):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    draw(output, "", last=False)
+    output.draw_losses(last=False)
     now.time = 1061.0
-    draw(output, "", last=False)
-    draw(output, "", last=True)
+    output.draw_losses(last=False)
+    output.draw_losses(last=True)
 
     [line] = capsys.readouterr().err.splitlines()
     assert "matplotlib" in line

@@ -96,10 +96,10 @@ def test_tf32_is_set_on_a_gpu_alone(tf32, expected, monkeypatch):
     calls = []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", calls.append)
 
-    train_gpt2.use_tf32(Config(tf32=tf32), Process(device="cpu"))
+    train_gpt2.set_matmul_precision(Config(tf32=tf32), Process(device="cpu"))
     assert calls == []
 
-    train_gpt2.use_tf32(Config(tf32=tf32), Process(device="cuda:0"))
+    train_gpt2.set_matmul_precision(Config(tf32=tf32), Process(device="cuda:0"))
     assert calls == [expected]
 
 
@@ -274,10 +274,11 @@ def test_ddps_sync_flag_is_set_before_the_forward_of_the_last_micro_step_only(ru
 
 
 def test_with_ddp_gradients_stay_in_its_buckets_from_step_to_step(run_of_two):
-    """If they were None, the first micro-steps would accumulate into other memory.
+    """There is no second copy. If they were None, micro-steps would accumulate into other memory.
 
     (DDP makes its buckets anew after the first step, in the order of the backward.)
     """
+    assert run_of_two.state.ddp_model.gradient_as_bucket_view
     parameters = list(run_of_two.state.model.parameters())
     places = []
     for step in range(3):
