@@ -125,7 +125,7 @@ class Output:
             print(row_line(self.rows[-1]), file=self.table, flush=True)
         self.row_is_open = False
 
-    def draw_losses(self, last: bool) -> None:
+    def draw_losses(self, last: bool = False) -> None:
         """Draws loss.png, at most once in PICTURE_SECONDS, and at the end (`last`).
 
         A failure is a warning. Without matplotlib it warns once, and does not try again.
