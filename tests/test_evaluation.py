@@ -1,12 +1,24 @@
 """train_gpt2.py's evaluations: validation, HellaSwag, samples, when they are due, in whole runs."""
 import math
+import re
+import shutil
 import weakref
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, hellaswag_file, logged, refused, saved, saved_steps, train
+from helpers import (
+    ROOT,
+    contents,
+    hellaswag_file,
+    logged,
+    refused,
+    run,
+    saved,
+    saved_steps,
+    train,
+)
 from peers import make_model, make_run
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
@@ -373,3 +385,38 @@ def test_finetuning_starts_where_the_weights_ended(evaluated_run, words, tmp_pat
         assert logged(out, "val")[0] == pytest.approx(lowest, abs=tolerance)
         assert capsys.readouterr().out.count("sample 0: ROMEO:") == 1
         assert saved_steps(out) == [1]
+
+
+# ----------------------------------------------------------------------- --eval_only
+
+def evaluated_loss(text):
+    """The validation loss that --eval_only has printed."""
+    [loss] = re.findall(r"validation loss: ([\d.]+)", text)
+    return float(loss)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_eval_only_has_the_loss_of_the_runs_newest_checkpoint_and_writes_nothing(
+        processes, evaluated_run, words):
+    """Or of the model of --init, whatever is in --out, and whatever the training shards are."""
+    losses = logged(evaluated_run, "val")
+    before = contents(evaluated_run)
+    flags = ["--eval_only", "--val_tokens", 5 * T, "--out", evaluated_run]
+
+    for init, step in ([], 5), (["--init", evaluated_run / "checkpoint_000004.pt"], 4):
+        text = run(*words[:2], *flags, *init, processes=processes).stdout
+        assert evaluated_loss(text) == pytest.approx(losses[step], abs=1e-4)
+        assert f"checkpoint_{step:06d}.pt" in text
+        assert f"{5 * T} tokens" in text
+    assert contents(evaluated_run) == before
+
+
+def test_eval_only_needs_a_model_and_no_training_shards(evaluated_run, words, tmp_path, capsys):
+    _, data = words[:2]
+    shutil.copy(data / "text_val_000000.npy", tmp_path)
+    flags = ["--eval_only", "--data", tmp_path, "--out", tmp_path / "nowhere"]
+
+    refused(lambda: train(*flags), "--init", "--out")
+    train(*flags, "--init", evaluated_run, "--device", "cpu")
+    assert 9 < evaluated_loss(capsys.readouterr().out) < 12
+    assert [path.name for path in tmp_path.iterdir()] == ["text_val_000000.npy"]
