@@ -203,8 +203,8 @@ def train_step(step: int, run: Run) -> torch.Tensor:
     micro_steps = run.loader.micro_steps(step)
     loss_accum = torch.zeros((), device=process.device)
 
-    # `progress` raises Stopped if a signal asks a single process to stop. It also shows a bar.
-    for micro_step in process.progress(f"step {step}", range(micro_steps)):
+    # until_stopped raises Stopped if a signal asks a single process to stop. It also shows a bar.
+    for micro_step in process.until_stopped(f"step {step}", range(micro_steps)):
         x, y = run.loader.next_batch()      # (B, T) each; y is x one token later
         if process.world_size > 1:
             # DDP averages the gradients of the ranks in the backward of the last micro-step only.
@@ -258,7 +258,7 @@ def validation_loss(data: Data, B: int, state: TrainState, process: Process) -> 
     # second graph without them takes longer than it saves.
     is_compiled = state.compiled_model is not state.model
     firsts = range(process.rank * B, data.val_count, process.world_size * B)
-    for first in process.progress("validation", firsts):
+    for first in process.until_stopped("validation", firsts):
         # The last batch has as many rows as the others, for the sake of the compiler. The targets
         # of those beyond the end are ignored.
         x, y = dataloader.to_device(data.val.read(first, B), process.device)        # (B, T) each
@@ -280,7 +280,7 @@ def hellaswag_score(run: Run) -> tuple[int, int]:
     own_batches = run.hellaswag_batches[process.rank::process.world_size]
     counts = hellaswag.evaluate(
         run.state.model,
-        process.progress("HellaSwag", own_batches),
+        process.until_stopped("HellaSwag", own_batches),
         process.device,
         run.state.autocast,
     )
@@ -369,7 +369,7 @@ def train(step: int, run: Run) -> tuple[int, bool]:
     """Trains from `step` on. Returns the steps done, and whether a signal ended the run.
 
     A signal (SIGTERM, Ctrl-C, ...) is noted in `process`. A single process drops the step or the
-    evaluation that it is in: process.progress raises Stopped there. Several ranks have to stop
+    evaluation that it is in: process.until_stopped raises Stopped there. Several ranks have to stop
     after the same step: each step adds up their votes, and they stop when they log it. Then the run
     saves and ends with exit code 0, and the one that resumes repeats what was dropped.
     """

@@ -89,7 +89,7 @@ class Record:
         last = self.rows[-1] if self.rows else {"step": None}
         return last["step"] == step and not last.keys().isdisjoint(("val", "hella"))
 
-    def draw_losses(self, last):
+    def draw_losses(self, last=False):
         self.pictures.append(last)
 
     def what_resumes(self):

@@ -228,7 +228,7 @@ def test_an_evaluation_is_due_at_its_period_and_after_the_last_step(step, cells,
         assert run.output.rows == run.output.pictures == []
     else:
         assert run.output.rows == [{"step": step, **cells}]
-        assert run.output.pictures == [step == 11]
+        assert run.output.pictures == [False]
 
 
 def test_an_evaluation_is_printed(made, capsys):

@@ -147,13 +147,14 @@ def test_a_step_after_an_evaluation_or_a_save_counts_from_its_own_beginning(on_g
 
 def test_the_loop_saves_evaluates_trains_and_logs_in_this_order(monkeypatch):
     clock = FakeTime(monkeypatch, on_gpu=False, seconds=SECONDS)
-    clock.run(max_steps=3, val_every=2, checkpoint_every=2)
+    _, run = clock.run(max_steps=3, val_every=2, checkpoint_every=2)
     assert clock.events == [
         "evaluate 0", "train 0", "log 0",
         "train 1", "log 1",
         "save 2", "evaluate 2", "train 2", "log 2",
         "save 3", "evaluate 3",
     ]
+    assert run.output.pictures == [True]            # after the last evaluation, at any rate
 
 
 def test_a_gpus_steps_are_logged_one_later_but_all_before_a_save_or_an_evaluation(monkeypatch):

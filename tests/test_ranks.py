@@ -241,7 +241,7 @@ def test_a_signal_that_is_ignored_stays_so(handlers):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_bar_passes_on_what_it_counts(rank):
-    assert list(Process(rank=rank).progress("validation", range(5))) == [0, 1, 2, 3, 4]
+    assert list(Process(rank=rank).until_stopped("validation", range(5))) == [0, 1, 2, 3, 4]
 
 
 # ----------------------------------------------------------------------- torchrun's variables
