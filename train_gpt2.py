@@ -332,7 +332,7 @@ def evaluate(step: int, run: Run) -> None:
 
     if found:
         run.output.add(step, **found)
-    run.output.draw_losses(last=step == config.max_steps)
+    run.output.draw_losses()
 
 
 def is_due(step: int, config: Config, period: int) -> bool:
@@ -401,6 +401,7 @@ def train(step: int, run: Run) -> tuple[int, bool]:
         # The last evaluation, unless the run had ended before this start of it.
         if not run.process.from_master(run.output.was_evaluated(step)):
             evaluate(step, run)
+            run.output.draw_losses(last=True)
         return step, False
     except Stopped:
         log_steps(launched, wait_for_all=True, run=run)
