@@ -1,14 +1,15 @@
 """Trains GPT-2 (124M) from scratch, on one process or many:
 
     python train_gpt2.py --overfit                          a sanity check: overfit one batch
-    python train_gpt2.py --preset shakespeare --dry_run     what a run would do, and for how long
     python train_gpt2.py                                    on the shards of `python fineweb.py`
     torchrun --standalone --nproc_per_node=8 train_gpt2.py  the same on 8 GPUs
+    python train_gpt2.py --dry_run                          what it would do, and for how long
 
 Run the same command again to resume from the newest checkpoint in --out.
 """
 # From the parts to the whole: GPT-2's recipe, set-up, a step, evaluation, checkpoints, the loop,
-# and last main, which has the order of a run. config.py has the flags, model.py the model.
+# and last the command, where start_run has the order of a run. config.py has the flags, model.py
+# the model.
 import math
 from collections.abc import Callable
 from contextlib import closing
@@ -50,19 +51,19 @@ def warmup_cosine(step: int, progress: float, config: Config) -> float:
 
 
 def make_adamw(model: GPT, config: Config) -> list:
-    """AdamW. Its settings, here and in config.py, are those of GPT-3 Small (arXiv:2005.14165)."""
+    """[AdamW]. Its settings, here and in config.py, are those of GPT-3 Small (arXiv:2005.14165)."""
     return model.configure_optimizers(
         config.max_lr, config.weight_decay, betas=(0.9, 0.95), eps=1e-8)
 
 
-# Until here recipes.py has only the model of gpt2, for scripts that do not train.
+# recipes.py has only GPT-2's model, which is enough for scripts that do not train.
 RECIPES["gpt2"] = Recipe(GPT, make_adamw, lr_scale=warmup_cosine)
 
 
 # ----------------------------------------------------------------------------- set-up
 
 def start_process(device: str) -> Process:
-    """This process with its device, and the process group if torchrun has started several."""
+    """This process with its device, and the process group if WORLD_SIZE says there are several."""
     ranks.die_with_torchrun()                   # or a torchrun that is killed leaves it running
     process = ranks.read_process()              # RANK, LOCAL_RANK and WORLD_SIZE of torchrun
     process.device = hardware.choose_device(device, process.local_rank)     # "cuda:3", "mps", "cpu"
@@ -72,13 +73,13 @@ def start_process(device: str) -> Process:
         hardware.tune_malloc()                  # keeps freed memory, for the next step
 
     if process.world_size > 1:
-        ranks.warn_without_torchrun(process)
-        # The ranks wait while rank 0 downloads: HellaSwag, or 6 GB of gpt2-xl with --init. (There
-        # is no destroy_process_group: run_command says why.)
+        ranks.warn_without_torchrun(process)    # a WORLD_SIZE left in the shell would wait for ever
+        # The ranks wait while rank 0 downloads: HellaSwag, or 6 GB of gpt2-xl with --init. There is
+        # no destroy_process_group, which may wait for ever, too: run_command ends the process.
         timeout = timedelta(hours=1)
         dist.init_process_group(
             "nccl" if process.on_gpu else "gloo",
-            store=ranks.shared_store(timeout),          # one for each restart of torchrun
+            store=ranks.shared_store(timeout),          # without the addresses of dead ranks
             rank=process.rank,
             world_size=process.world_size,
             timeout=timeout,
@@ -94,8 +95,8 @@ def set_matmul_precision(config: Config, process: Process) -> None:
 
 def make_model(config: Config, start: checkpoint.Start, device: str) -> LanguageModel:
     """The model of --init or of the checkpoint, or a fresh one, on the device."""
-    # All ranks have the same seed, so they draw the same weights. Nothing else is random in
-    # training: no model has dropout.
+    # All ranks have the same seed, so they draw the same weights. The order of the data has a
+    # generator of its own, and no model has dropout.
     torch.manual_seed(config.seed)
     model = start.model
     if model is None:
@@ -107,9 +108,9 @@ def make_model(config: Config, start: checkpoint.Start, device: str) -> Language
 class TrainState:
     """The model and all that trains it. The three models are one: they share their weights."""
     model: LanguageModel                # eager, for HellaSwag and samples, which have many shapes
-    compiled_model: Callable            # for validation, which has one shape
-    ddp_model: Callable                 # for training: averages the gradients of all ranks
-    optimizer: CombinedOptimizer        # all of the recipe's as one, also for GradScaler
+    compiled_model: Callable            # for validation, which has one shape; it may be eager, too
+    ddp_model: Callable                 # for training: averages the gradients, if there are ranks
+    optimizer: CombinedOptimizer        # the recipe's optimizers, as one
     scaler: torch.amp.GradScaler        # of float16's gradients; of other dtypes it does nothing
     autocast: torch.autocast            # matrix products in config.dtype, inside `with`
 
@@ -118,18 +119,19 @@ def make_train_state(config: Config, model: LanguageModel, process: Process) -> 
     model.use_attention(config.attention)
     model.recompute = config.recompute
     if process.device == "cpu" and not config.compile:
-        # The logits of so many tokens at a time are in memory. A compiler, or a GPU's kernels,
-        # would not gain by it.
+        # An eager CPU computes the loss of so many tokens at a time: the logits of all of them
+        # would not fit into its caches. A compiler fuses the loss with them.
         model.loss_chunk = 2048
 
     optimizers = RECIPES[config.recipe].make_optimizers(model, config)
     optimizer = CombinedOptimizer(model, optimizers, process, config.shard_optimizer)
 
-    # Mixed precision: matrix products in bfloat16 (config.dtype); the weights, their gradients, the
-    # moments and the loss stay in float32.
+    # Mixed precision: matrix products are in bfloat16 (config.dtype), and so is the residual stream
+    # (model.py). The weights, their gradients, the moments and the loss stay in float32.
     device_type = process.device.split(":")[0]
     dtype = getattr(torch, config.dtype)
     autocast = torch.autocast(device_type, dtype, enabled=config.dtype != "float32")
+    # Unscaled, small gradients would be 0 in float16. bfloat16 has the range of float32.
     scaler = torch.amp.GradScaler(device_type, enabled=config.dtype == "float16")
 
     # DDP wraps the compiled model, as in nanoGPT.
@@ -141,21 +143,21 @@ def make_train_state(config: Config, model: LanguageModel, process: Process) -> 
         ddp_model = DDP(
             compiled_model,
             gradient_as_bucket_view=True,           # no second copy of the gradients
-            **ranks.ddp_options(process),
+            **ranks.ddp_options(process),           # the device; buffers are the same anyway
         )
     return TrainState(model, compiled_model, ddp_model, optimizer, scaler, autocast)
 
 
 def compile_model(model: LanguageModel) -> Callable:
     """torch.compile of the model, which itself stays eager."""
-    hardware.silence_compiler()
-    model.before_compile()              # for a GPT nothing; other models have constants
-    return torch.compile(model, dynamic=False)
+    hardware.silence_compiler()         # of a warning about a mode that is not used
+    model.before_compile()              # speedrun's and frontier's rotary tables are constants
+    return torch.compile(model, dynamic=False)          # all batches of a run have one shape
 
 
 @dataclass
 class Run:
-    """What every function of a run takes."""
+    """All that a run consists of."""
     asked: Config               # the flags, some of them "auto": a checkpoint records these
     config: Config              # the values that the run uses
     process: Process            # this one, of `world_size`
@@ -170,7 +172,7 @@ class Run:
 
 # ----------------------------------------------------------------------------- a step
 
-def set_schedules(step: int, run: Run) -> float:
+def set_lr_and_momentum(step: int, run: Run) -> float:
     """Sets the learning rates of this step, and the momentum where the recipe has a schedule of it.
 
     Returns the learning rate for the log: --max_lr times the schedule's factor.
@@ -181,7 +183,7 @@ def set_schedules(step: int, run: Run) -> float:
 
     scale = recipe.lr_scale(step, progress, config)
     for group in run.state.optimizer.groups():
-        group["lr"] = group["initial_lr"] * scale
+        group["lr"] = group["initial_lr"] * scale       # the first rate, as CombinedOptimizer noted
         if recipe.momentum and "momentum" in group:
             group["momentum"] = recipe.momentum(progress, config)
     return config.max_lr * scale
@@ -190,8 +192,8 @@ def set_schedules(step: int, run: Run) -> float:
 def train_step(step: int, run: Run) -> torch.Tensor:
     """One optimizer step. Returns float32 (3,): loss, norm before clipping, votes to stop.
 
-    They are the same on all ranks. A vote is that of a rank which has got a signal. The CPU does
-    not wait for a GPU here, except with float16.
+    They are the same on all ranks. `votes`: how many ranks have got a signal. The CPU does not wait
+    for a GPU here, except with float16.
     """
     process = run.process
     state = run.state
@@ -201,9 +203,9 @@ def train_step(step: int, run: Run) -> torch.Tensor:
     micro_steps = run.loader.micro_steps(step)
     loss_accum = torch.zeros((), device=process.device)
 
-    # `progress` raises Stopped if a signal asks a single process to stop. It also shows a bar.
-    for micro_step in process.progress(f"step {step}", range(micro_steps)):
-        x, y = run.loader.next_batch()                          # (B, T) each
+    # until_stopped raises Stopped if a signal asks a single process to stop. It also shows a bar.
+    for micro_step in process.until_stopped(f"step {step}", range(micro_steps)):
+        x, y = run.loader.next_batch()      # (B, T) each; y is x one token later
         if process.world_size > 1:
             # DDP averages the gradients of the ranks in the backward of the last micro-step only.
             # This is set before the forward, because DDP reads it there.
@@ -215,7 +217,7 @@ def train_step(step: int, run: Run) -> torch.Tensor:
         state.scaler.scale(loss).backward()
     loss, votes = mean_loss_and_votes(loss_accum, process)
 
-    # Clip. --grad_clip inf only measures the norm.
+    # Clip, after the loss scale is taken out again. --grad_clip inf only measures the norm.
     state.scaler.unscale_(state.optimizer)
     parameters = list(state.model.parameters())
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
@@ -228,8 +230,8 @@ def train_step(step: int, run: Run) -> torch.Tensor:
 
     # DDP's gradients are views of its buckets. If the next step accumulates, they are zeroed, and
     # so stay there. With None it would accumulate outside of the buckets, in new memory.
-    accumulates = run.loader.micro_steps(step + 1) > 1
-    state.model.zero_grad(set_to_none=process.world_size == 1 or not accumulates)
+    keep_views = process.world_size > 1 and run.loader.micro_steps(step + 1) > 1
+    state.model.zero_grad(set_to_none=not keep_views)
     return torch.stack((loss, norm, votes))
 
 
@@ -247,16 +249,16 @@ def mean_loss_and_votes(loss: torch.Tensor, process: Process) -> tuple[torch.Ten
 def validation_loss(data: Data, B: int, state: TrainState, process: Process) -> float:
     """Mean loss (nats) of the first `val_count` sequences, the same on any number of ranks.
 
-    `B`: how many sequences a rank computes at once.
+    `B`: how many sequences a rank computes at once. (--eval_only has no Run.)
     """
     loss_sum = torch.zeros((), device=process.device)
     rows_seen = 0
 
-    # No gradients, but for a compiled model: torch would compile a second graph without them, and
-    # that takes longer than it saves. So a validation runs in the graph of training.
+    # A compiled model keeps gradients on here, and so runs in the graph of training: to compile a
+    # second graph without them takes longer than it saves.
     is_compiled = state.compiled_model is not state.model
     firsts = range(process.rank * B, data.val_count, process.world_size * B)
-    for first in process.progress("validation", firsts):
+    for first in process.until_stopped("validation", firsts):
         # The last batch has as many rows as the others, for the sake of the compiler. The targets
         # of those beyond the end are ignored.
         x, y = dataloader.to_device(data.val.read(first, B), process.device)        # (B, T) each
@@ -264,7 +266,7 @@ def validation_loss(data: Data, B: int, state: TrainState, process: Process) -> 
         y[rows:] = -1
         with torch.set_grad_enabled(is_compiled), state.autocast:
             _, loss = state.compiled_model(x, y)
-        loss_sum += loss.detach() * rows
+        loss_sum += loss.detach() * rows            # the loss is a mean over these rows
         rows_seen += rows
         del loss            # and with it what a backward would need, before the next batch
 
@@ -278,7 +280,7 @@ def hellaswag_score(run: Run) -> tuple[int, int]:
     own_batches = run.hellaswag_batches[process.rank::process.world_size]
     counts = hellaswag.evaluate(
         run.state.model,
-        process.progress("HellaSwag", own_batches),
+        process.until_stopped("HellaSwag", own_batches),
         process.device,
         run.state.autocast,
     )
@@ -309,7 +311,7 @@ def evaluate(step: int, run: Run) -> bool:
     config = run.config
     val_is_due = is_due(step, config, config.val_every)
     hellaswag_is_due = is_due(step, config, config.hellaswag_every) and run.hellaswag_batches
-    samples_are_due = is_due(step, config, config.sample_every) and step > 0
+    samples_are_due = is_due(step, config, config.sample_every) and step > 0    # at 0 all is noise
     if not (val_is_due or hellaswag_is_due or samples_are_due):
         return False
 
@@ -317,7 +319,7 @@ def evaluate(step: int, run: Run) -> bool:
     if val_is_due:
         loss = validation_loss(run.data, run.loader.B, run.state, run.process)
         if not math.isfinite(loss):
-            raise run.process.error_on_rank0(RunError(
+            raise run.process.error_on_rank0(RunError(          # all ranks end, and rank 0 says why
                 f"the validation loss at step {step} is {loss}: lower --max_lr, and begin at an "
                 "earlier checkpoint (--resume) in another --out"))
         found["val"] = loss
@@ -334,7 +336,7 @@ def evaluate(step: int, run: Run) -> bool:
 
     if found:
         run.output.add(step, **found)
-    run.output.draw_losses(last=step == config.max_steps)
+    run.output.draw_losses()
     return val_is_due and run.process.from_master(run.output.is_lowest(step))
 
 
@@ -372,12 +374,14 @@ def train(step: int, run: Run) -> tuple[int, bool]:
     """Trains from `step` on. Returns the steps done, and whether a signal ended the run.
 
     A signal (SIGTERM, Ctrl-C, ...) is noted in `process`. A single process drops the step or the
-    evaluation that it is in: process.progress raises Stopped there. Several ranks have to stop
+    evaluation that it is in: process.until_stopped raises Stopped there. Several ranks have to stop
     after the same step: each step adds up their votes, and they stop when they log it. Then the run
     saves and ends with exit code 0, and the one that resumes repeats what was dropped.
     """
     config = run.config
-    launched = LaunchedSteps(run.process)           # those that are not logged yet: on a GPU one
+    # A GPU computes a step while the CPU launches the next one, so that it is never idle: its
+    # numbers are read, and logged, one step late.
+    launched = LaunchedSteps(run.process)
     last_saved = step
     try:
         while step < config.max_steps:
@@ -386,13 +390,13 @@ def train(step: int, run: Run) -> tuple[int, bool]:
                 save(step, run)             # the best weights so far, whatever the periods
                 last_saved = step
 
-            lr = set_schedules(step, run)
+            lr = set_lr_and_momentum(step, run)
             launched.begin()
             numbers = train_step(step, run)
             launched.end(step, lr, numbers)
             step += 1
 
-            # Before an evaluation, a checkpoint or the end all losses have to be known.
+            # What follows a loss that is not finite must not be evaluated or saved.
             any_votes = log_steps(launched, wait_for_all=something_is_due(step, config), run=run)
             if any_votes:
                 raise Stopped
@@ -402,9 +406,10 @@ def train(step: int, run: Run) -> tuple[int, bool]:
                 save(step, run)
                 last_saved = step
 
-        # A run that had ended before has made its last evaluation.
+        # The last evaluation, unless the run had ended before this start of it.
         if not run.process.from_master(run.output.was_evaluated(step)):
             evaluate(step, run)
+            run.output.draw_losses(last=True)
         return step, False
     except Stopped:
         log_steps(launched, wait_for_all=True, run=run)
@@ -416,7 +421,7 @@ def train(step: int, run: Run) -> tuple[int, bool]:
 def log_steps(launched: LaunchedSteps, wait_for_all: bool, run: Run) -> bool:
     """Checks and logs the steps that are done. Returns whether a rank has voted to stop.
 
-    It is the same on all ranks, because on a GPU all log a step when the next one is launched.
+    The answer is the same on all ranks, because on a GPU all log a step when the next is launched.
     """
     any_votes = False
     for done in launched.take(wait_for_all):
@@ -455,10 +460,10 @@ def check_finite(step: int, loss: float, norm: float, run: Run) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     given = FLAGS.parse(__doc__, argv)                  # {flag: value} of the command line
-    process = start_process(given.get("device", "auto"))
+    process = start_process(given.get("device", "auto"))      # first, so that ranks can agree
     with hardware.memory_errors(process.device):
-        # Where the run begins: the flags of the command line tell. Then the value of every flag,
-        # which a checkpoint may have. (on_all_ranks: a mistake on one rank ends all of them.)
+        # First where the run begins, by the command line; then all flags, some of them from its
+        # checkpoint. (on_all_ranks: a mistake on one rank ends all of them.)
         start = checkpoint.find_start(FLAGS.merge(given), process, models(), load_model)
         asked, config = process.on_all_ranks(FLAGS.resolve, given, start, process)
         check_ranks_agree(config, process)
@@ -472,9 +477,9 @@ def main(argv: list[str] | None = None) -> None:
 def evaluate_only(config: Config, start: checkpoint.Start, process: Process) -> None:
     """--eval_only: prints the validation loss of the model of --init, or of the run in --out."""
     data = dataloader.open_same_data(config, process)
-    config.compile = config.compile is True             # with "auto" a single evaluation is eager
+    config.compile = config.compile is True     # "auto" is eager: one evaluation would not repay it
     model = make_model(config, start, process.device)
-    state = make_train_state(config, model, process)
+    state = make_train_state(config, model, process)            # whose optimizers are not used
     loss = validation_loss(data, config.batch_size, state, process)
     tokens = data.val_count * config.sequence_length
     process.print0(f"{start.path or config.init}: validation loss: "
@@ -482,12 +487,13 @@ def evaluate_only(config: Config, start: checkpoint.Start, process: Process) -> 
 
 
 def start_run(asked: Config, config: Config, start: checkpoint.Start, process: Process) -> None:
+    """Makes the parts of a run, and trains; with --dry_run it ends before that."""
     # The data, and the model with all that trains it.
     schedule = process.on_all_ranks(
         make_batch_schedule, RECIPES[config.recipe], config, process.world_size)
     data = dataloader.open_same_data(config, process)
     model = process.on_all_ranks(make_model, config, start, process.device)
-    config.compile = hardware.choose_compile(           # the last "auto": it needs the model
+    config.compile = hardware.choose_compile(           # "auto" needs the model's FLOPs
         config, model, schedule.tokens_left(start.step), process)
     state = make_train_state(config, model, process)
     if start.path:
@@ -495,7 +501,7 @@ def start_run(asked: Config, config: Config, start: checkpoint.Start, process: P
             checkpoint.restore, start, data, schedule, state.optimizer, state.scaler)
     console.print_header(config, process, data, model, schedule, start)
 
-    # The sequences of a micro-batch. On a GPU, and with --compile, one is tried here.
+    # The sequences of a micro-batch. One is tried if it is compiled, or "auto" on a GPU.
     may_shrink = asked.batch_size == "auto"
     B = hardware.choose_micro_batch(config, may_shrink, schedule, state, process)
     console.print_batch(config, process, schedule, B)

@@ -105,7 +105,7 @@ class FlagTable:
         # a trial will tell whether so many fit into its memory. --compile auto is decided when the
         # model is there, because it depends on the FLOPs of the run.
         most_tokens = 4096
-        if process.on_gpu:
+        if process.on_gpu and not config.eval_only:
             most_tokens = 65536
         set_automatic(config, batch_size=max(1, most_tokens // config.sequence_length))
         return flags, config
@@ -192,7 +192,7 @@ class FlagTable:
         # It has no validation shards, and writes nothing.
         if config.overfit:
             usual = self.Config(**self.overfit.flags)
-            for name in ("preset", "resume", "out", "val_every", "checkpoint_every"):
+            for name in ("preset", "resume", "out", "val_every", "checkpoint_every", "eval_only"):
                 if getattr(config, name) != getattr(usual, name):
                     raise UserError(f"--overfit cannot be combined with --{name}: leave it out")
 

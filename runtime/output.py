@@ -184,7 +184,7 @@ class Output:
             with naming(table.name), table:
                 sync(table.fileno())
 
-    def draw_losses(self, last: bool) -> None:
+    def draw_losses(self, last: bool = False) -> None:
         """Draws loss.png, at most once in PICTURE_SECONDS, and at the end (`last`).
 
         A failure is a warning. Without matplotlib it warns once, and does not try again.

@@ -151,7 +151,7 @@ class Process:
         """
         return self.world_size == 1 and self.signal != ""
 
-    def progress(self, what: str, items: Iterable) -> Iterator:
+    def until_stopped(self, what: str, items: Iterable) -> Iterator:
         """The items. Raises Stopped before one of them if a signal asks this process to stop.
 
         Rank 0 shows a bar on a terminal if they take longer than ten seconds.

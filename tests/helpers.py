@@ -267,7 +267,7 @@ def strike(what, *names, item=0, nth=1, rank=0, restart="0", call=None):
     of torchrun's start number `restart` does so.
     """
     from runtime.ranks import Process
-    progress = Process.progress
+    until_stopped = Process.until_stopped
     begun = []
 
     def struck(items):
@@ -279,15 +279,15 @@ def strike(what, *names, item=0, nth=1, rank=0, restart="0", call=None):
                     call()
             yield one
 
-    def struck_progress(process, label, items):
+    def until_struck(process, label, items):
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         if label == what and process.rank == rank and start == restart:
             begun.append(label)
             if len(begun) == nth:
                 items = struck(items)
-        return progress(process, label, items)
+        return until_stopped(process, label, items)
 
-    Process.progress = struck_progress
+    Process.until_stopped = until_struck
 
 
 def kill_parent():

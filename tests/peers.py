@@ -81,14 +81,15 @@ class Record:
         self.pictures = []
 
     def add(self, step, **cells):
-        if not self.has_row(step):
+        if not self.rows or self.rows[-1]["step"] != step:
             self.rows.append({"step": step})
         self.rows[-1].update(cells)
 
-    def has_row(self, step):
-        return bool(self.rows) and self.rows[-1]["step"] == step
+    def was_evaluated(self, step):
+        last = self.rows[-1] if self.rows else {"step": None}
+        return last["step"] == step and not last.keys().isdisjoint(("val", "hella"))
 
-    def draw(self, title, last):
+    def draw_losses(self, last=False):
         self.pictures.append(last)
 
     def what_resumes(self):
@@ -116,8 +117,8 @@ def make_run(model=None, process=None, **flags):
     dataset = TokenDataset([text], 24, vocab_size=96)
     schedule = BatchSchedule(config.total_batch_size, config.max_steps)
     return Run(
-        flags=config, config=config, process=process, schedule=schedule,
-        data=Data(dataset, dataset, val_count=11), loader=Batches(), hellaswag=[],
+        asked=config, config=config, process=process, schedule=schedule,
+        data=Data(dataset, dataset, val_count=11), loader=Batches(), hellaswag_batches=[],
         state=make_train_state(config, model, process), output=Record(),
         log=StepLog(process, schedule, flops_per_token=1000),
     )

@@ -347,6 +347,7 @@ def test_the_sanity_run_passes_below_a_tenth(capsys):
     refused(lambda: console.print_overfit(Process(), [10.9, 0.11]), "0.1100", "FAILED", failed=True)
 
 
-@pytest.mark.parametrize("bits_per_byte, text", [(0.25, " (1.0000 bits per byte)"), (math.nan, "")])
+@pytest.mark.parametrize("bits_per_byte, text", [
+    (0.25, "4.0000 (1.0000 bits per byte)"), (math.nan, "4.0000")])
 def test_bits_per_byte_are_told_where_they_are_known(bits_per_byte, text):
-    assert console.in_bits(4.0, SimpleNamespace(bits_per_byte=bits_per_byte)) == text
+    assert console.loss_text(4.0, SimpleNamespace(bits_per_byte=bits_per_byte)) == text

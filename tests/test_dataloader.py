@@ -12,6 +12,7 @@ from helpers import ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from config import Config
 from runtime import dataloader
 from runtime.cli import UserError
 from runtime.dataloader import (
@@ -388,10 +389,9 @@ def write_folder(folder, train, val):
 
 
 def flags(folder, **more):
-    values = {"data": str(folder), "overfit": False, "seed": 3, "shuffle": True,
-              "sequence_length": 8, "vocab_size": 50_304, "val_every": 1, "val_tokens": 80,
+    values = {"data": str(folder), "seed": 3, "sequence_length": 8, "val_tokens": 80,
               "total_batch_size": 32}
-    return SimpleNamespace(**(values | more))
+    return Config(**values | more)
 
 
 @pytest.fixture

@@ -1,12 +1,24 @@
 """train_gpt2.py's evaluations: validation, HellaSwag, samples, when they are due, in whole runs."""
 import math
+import re
+import shutil
 import weakref
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, hellaswag_file, logged, refused, saved, saved_steps, train
+from helpers import (
+    ROOT,
+    contents,
+    hellaswag_file,
+    logged,
+    refused,
+    run,
+    saved,
+    saved_steps,
+    train,
+)
 from peers import make_model, make_run
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
@@ -21,6 +33,10 @@ from runtime.tokenizer import EOT, encode, tokenizer
 from train_gpt2 import evaluate, hellaswag_score, print_samples, validation_loss
 
 # ----------------------------------------------------------------------- validation
+
+def validate(run):
+    return validation_loss(run.data, run.loader.B, run.state, run.process)
+
 
 @torch.no_grad()
 def plain_validation(run, count):
@@ -38,7 +54,7 @@ def test_validation_is_the_mean_of_its_sequences_whatever_the_last_batch(count, 
     run = make_run()
     run.data.val_count = count
     run.loader.B = B
-    assert validation_loss(run) == pytest.approx(plain_validation(run, count), abs=1e-5)
+    assert validate(run) == pytest.approx(plain_validation(run, count), abs=1e-5)
 
 
 class Compiled:
@@ -81,7 +97,7 @@ def test_a_compiled_validation_has_gradients_and_frees_each_graph_before_the_nex
     """For torch.no_grad() torch would compile a second graph, and another one for each shape."""
     run = make_run(compile=True)
 
-    validation_loss(run)
+    validate(run)
 
     [model] = compiled
     assert model.shapes == [(4, 24)] * 3
@@ -94,7 +110,7 @@ def test_an_eager_validation_has_no_gradients():
     run = make_run()
     seen = []
     run.state.model.register_forward_pre_hook(lambda *_: seen.append(torch.is_grad_enabled()))
-    validation_loss(run)
+    validate(run)
     assert seen == [False] * 3
 
 
@@ -118,13 +134,13 @@ def test_each_rank_scores_its_own_batches_of_hellaswag_by_the_mean_loss(monkeypa
     monkeypatch.setattr(hellaswag, "evaluate", count)
     scored = []
     run = make_run()
-    run.hellaswag = ["a", "b", "c", "d", "e"]
+    run.hellaswag_batches = ["a", "b", "c", "d", "e"]
 
     assert hellaswag_score(run) == (7, 10)
     for rank in (0, 1):
         run.process = OneOfTwo(rank)
         assert hellaswag_score(run) == (14, 20)
-    assert scored == [run.hellaswag, ["a", "c", "e"], ["b", "d"]]
+    assert scored == [run.hellaswag_batches, ["a", "c", "e"], ["b", "d"]]
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +177,7 @@ def test_hellaswag_and_samples_are_computed_in_the_runs_dtype(speaking_model):
     """As are steps and validations: test_flags.py."""
     run = make_run(speaking_model, vocab_size=50304, dtype="bfloat16")
     example = {"ctx": "one two", "endings": ["three", "four", "five", "six"], "label": 0}
-    run.hellaswag = hellaswag.make_batches([example], 24)
+    run.hellaswag_batches = hellaswag.make_batches([example], 24)
     dtypes = set()
 
     def remember_dtype(module, inputs, output):
@@ -184,7 +200,7 @@ def made(monkeypatch):
     names = []
     for name, result in (("validation_loss", 2.5), ("hellaswag_score", (3, 4)),
                          ("print_samples", None)):
-        def make(run, name=name, result=result):
+        def make(*arguments, name=name, result=result):
             names.append(name)
             return result
 
@@ -203,7 +219,7 @@ def made(monkeypatch):
 ])
 def test_an_evaluation_is_due_at_its_period_and_after_the_last_step(step, cells, samples, made):
     run = make_run(max_steps=11, val_every=2, hellaswag_every=3, sample_every=4)
-    run.hellaswag = ["a batch"]
+    run.hellaswag_batches = ["a batch"]
 
     evaluate(step, run)
 
@@ -212,12 +228,12 @@ def test_an_evaluation_is_due_at_its_period_and_after_the_last_step(step, cells,
         assert run.output.rows == run.output.pictures == []
     else:
         assert run.output.rows == [{"step": step, **cells}]
-        assert run.output.pictures == [step == 11]
+        assert run.output.pictures == [False]
 
 
 def test_an_evaluation_is_printed(made, capsys):
     run = make_run(max_steps=250, val_every=250, hellaswag_every=250)
-    run.hellaswag = ["a batch"]
+    run.hellaswag_batches = ["a batch"]
     run.data.bits_per_byte = 0.5
     evaluate(250, run)
     assert capsys.readouterr().out == (
@@ -227,7 +243,7 @@ def test_an_evaluation_is_printed(made, capsys):
 
 def test_a_period_of_0_is_never_and_nor_is_hellaswag_without_examples(made):
     never = make_run()
-    never.hellaswag = ["a batch"]
+    never.hellaswag_batches = ["a batch"]
     for step in (0, 5, 10):
         evaluate(step, never)
     evaluate(1, make_run(hellaswag_every=1))
@@ -235,7 +251,7 @@ def test_a_period_of_0_is_never_and_nor_is_hellaswag_without_examples(made):
 
 
 def test_a_validation_loss_that_is_not_finite_ends_the_run_unrecorded(made, monkeypatch):
-    monkeypatch.setattr(train_gpt2, "validation_loss", lambda run: math.nan)
+    monkeypatch.setattr(train_gpt2, "validation_loss", lambda *arguments: math.nan)
     run = make_run(val_every=2)
     with pytest.raises(RunError, match="step 4 .*--max_lr"):
         evaluate(4, run)
@@ -369,3 +385,38 @@ def test_finetuning_starts_where_the_weights_ended(evaluated_run, words, tmp_pat
         assert logged(out, "val")[0] == pytest.approx(lowest, abs=tolerance)
         assert capsys.readouterr().out.count("sample 0: ROMEO:") == 1
         assert saved_steps(out) == [1]
+
+
+# ----------------------------------------------------------------------- --eval_only
+
+def evaluated_loss(text):
+    """The validation loss that --eval_only has printed."""
+    [loss] = re.findall(r"validation loss: ([\d.]+)", text)
+    return float(loss)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_eval_only_has_the_loss_of_the_runs_newest_checkpoint_and_writes_nothing(
+        processes, evaluated_run, words):
+    """Or of the model of --init, whatever is in --out, and whatever the training shards are."""
+    losses = logged(evaluated_run, "val")
+    before = contents(evaluated_run)
+    flags = ["--eval_only", "--val_tokens", 5 * T, "--out", evaluated_run]
+
+    for init, step in ([], 5), (["--init", evaluated_run / "checkpoint_000004.pt"], 4):
+        text = run(*words[:2], *flags, *init, processes=processes).stdout
+        assert evaluated_loss(text) == pytest.approx(losses[step], abs=1e-4)
+        assert f"checkpoint_{step:06d}.pt" in text
+        assert f"{5 * T} tokens" in text
+    assert contents(evaluated_run) == before
+
+
+def test_eval_only_needs_a_model_and_no_training_shards(evaluated_run, words, tmp_path, capsys):
+    _, data = words[:2]
+    shutil.copy(data / "text_val_000000.npy", tmp_path)
+    flags = ["--eval_only", "--data", tmp_path, "--out", tmp_path / "nowhere"]
+
+    refused(lambda: train(*flags), "--init", "--out")
+    train(*flags, "--init", evaluated_run, "--device", "cpu")
+    assert 9 < evaluated_loss(capsys.readouterr().out) < 12
+    assert [path.name for path in tmp_path.iterdir()] == ["text_val_000000.npy"]

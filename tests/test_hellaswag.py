@@ -13,8 +13,8 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import hellaswag
 from hellaswag import (
+    batches_of_run,
     evaluate,
-    hellaswag_batches,
     load_examples,
     make_batches,
 )
@@ -259,28 +259,28 @@ def config_of(**changes):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_all_ranks_read_a_runs_examples(rank, tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl", EXAMPLES)
-    batches = hellaswag_batches(config_of(hellaswag_data=str(path)), OneOfTwo(rank))
+    batches = batches_of_run(config_of(hellaswag_data=str(path)), OneOfTwo(rank))
     assert sum(len(labels) for *_, labels in batches) == 30
 
     monkeypatch.setattr(hellaswag, "load_examples_of_the_hub", lambda: EXAMPLES)
-    batches = hellaswag_batches(config_of(), OneOfTwo(rank))
+    batches = batches_of_run(config_of(), OneOfTwo(rank))
     assert sum(len(labels) for *_, labels in batches) == 30
 
 
 def test_where_rank_0_has_failed_the_others_do_not_try(monkeypatch):
     """The hub's library waits and tries again for half a minute."""
     monkeypatch.setattr(hellaswag, "load_examples_of_the_hub", lambda: pytest.fail("it tries"))
-    assert hellaswag_batches(config_of(), OneOfTwo(1, "no network")) == []
+    assert batches_of_run(config_of(), OneOfTwo(1, "no network")) == []
 
 
 def test_a_run_without_hellaswag_reads_nothing(monkeypatch):
     monkeypatch.setattr(hellaswag, "load_examples", lambda *path: pytest.fail("it reads"))
-    assert hellaswag_batches(config_of(hellaswag_every=0), Process()) == []
+    assert batches_of_run(config_of(hellaswag_every=0), Process()) == []
 
 
 def test_without_the_hub_or_its_package_a_run_goes_on_with_a_warning(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert hellaswag_batches(config_of(), Process()) == []
+    assert batches_of_run(config_of(), Process()) == []
     line = capsys.readouterr().out
     assert line.count("\n") == 1
     assert "warning" in line and "datasets" in line
@@ -289,7 +289,7 @@ def test_without_the_hub_or_its_package_a_run_goes_on_with_a_warning(monkeypatch
 def test_a_file_that_is_named_has_to_be_right(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("no example\n")
-    refused(lambda: hellaswag_batches(config_of(hellaswag_data=str(path)), Process()), path)
+    refused(lambda: batches_of_run(config_of(hellaswag_data=str(path)), Process()), path)
 
 
 # ------------------------------------------------------------------------- the command

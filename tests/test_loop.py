@@ -10,7 +10,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import train_gpt2
 from model import GPT
-from runtime import hardware
+from runtime import hardware, launched
 from runtime.cli import RunError
 from runtime.metrics import read_metrics
 from runtime.ranks import Process, Stopped
@@ -59,7 +59,7 @@ class FakeTime:
 
     A GPU does one step after the other, while the CPU goes on. The numbers of a step are on the CPU
     a quarter of a second after the GPU has computed them. The methods stand in for the functions of
-    train_gpt2 and of runtime.hardware that have their names.
+    train_gpt2 and of runtime.launched that have their names.
     """
 
     def __init__(self, monkeypatch, on_gpu, seconds, evaluation=0.0, saving=0.0):
@@ -75,7 +75,7 @@ class FakeTime:
         for name in ("train_step", "evaluate", "save"):
             monkeypatch.setattr(train_gpt2, name, getattr(self, name))
         for name in ("mark_time", "copy_later"):
-            monkeypatch.setattr(hardware, name, getattr(self, name))
+            monkeypatch.setattr(launched, name, getattr(self, name))
 
     def train_step(self, step, run):
         self.events.append(f"train {step}")
@@ -147,13 +147,14 @@ def test_a_step_after_an_evaluation_or_a_save_counts_from_its_own_beginning(on_g
 
 def test_the_loop_saves_evaluates_trains_and_logs_in_this_order(monkeypatch):
     clock = FakeTime(monkeypatch, on_gpu=False, seconds=SECONDS)
-    clock.run(max_steps=3, val_every=2, checkpoint_every=2)
+    _, run = clock.run(max_steps=3, val_every=2, checkpoint_every=2)
     assert clock.events == [
         "evaluate 0", "train 0", "log 0",
         "train 1", "log 1",
         "save 2", "evaluate 2", "train 2", "log 2",
         "save 3", "evaluate 3",
     ]
+    assert run.output.pictures == [True]            # after the last evaluation, at any rate
 
 
 def test_a_gpus_steps_are_logged_one_later_but_all_before_a_save_or_an_evaluation(monkeypatch):

@@ -134,9 +134,9 @@ def test_a_picture_is_drawn_at_most_once_a_minute_and_at_the_end(output, now, mo
 
     for seconds in (1000.0, 1030.0, 1059.0, 1061.0):
         now.time = seconds
-        output.draw("", last=False)
+        output.draw_losses(last=False)
     now.time = 1100.0
-    output.draw("", last=True)
+    output.draw_losses(last=True)
 
     path = output.out / "loss.png"
     assert drawn == [(1000.0, path), (1061.0, path), (1100.0, path)]
@@ -152,7 +152,7 @@ def test_a_picture_that_fails_is_a_warning_and_is_tried_again(output, now, monke
     monkeypatch.setattr("runtime.output.plot_run", fail)
     for seconds in (1000.0, 1061.0):
         now.time = seconds
-        output.draw("", last=False)
+        output.draw_losses(last=False)
 
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == len(failures) == 2
@@ -166,10 +166,10 @@ def test_without_matplotlib_it_is_one_warning_that_names_the_package(
     output, now, monkeypatch, capsys
 ):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    output.draw("", last=False)
+    output.draw_losses(last=False)
     now.time = 1061.0
-    output.draw("", last=False)
-    output.draw("", last=True)
+    output.draw_losses(last=False)
+    output.draw_losses(last=True)
 
     [line] = capsys.readouterr().err.splitlines()
     assert "matplotlib" in line

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import train_gpt2
 from runtime import ranks
 from runtime.cli import RunError, UserError, exit_code
-from runtime.ranks import Process, ddp_options, read_process, say_who_is_missing
+from runtime.ranks import Process, ddp_options, read_process, warn_without_torchrun
 
 VARIABLES = (
     "WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
@@ -247,7 +247,7 @@ def test_a_signal_that_is_ignored_stays_so(handlers):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_bar_passes_on_what_it_counts(rank):
-    assert list(Process(rank=rank).progress("validation", range(5))) == [0, 1, 2, 3, 4]
+    assert list(Process(rank=rank).until_stopped("validation", range(5))) == [0, 1, 2, 3, 4]
 
 
 # ----------------------------------------------------------------------- torchrun's variables
@@ -336,7 +336,7 @@ def test_a_rank_among_the_flags_is_ignored(flags):
 
 def test_who_waits_without_torchrun_says_for_how_many_and_where(environment, capsys):
     environment("WORLD_SIZE=4 RANK=2 MASTER_ADDR=10.0.0.7 MASTER_PORT=29500")
-    say_who_is_missing(read_process())
+    warn_without_torchrun(read_process())
 
     line = capsys.readouterr().err
     assert line.count("\n") == 1
@@ -346,7 +346,7 @@ def test_who_waits_without_torchrun_says_for_how_many_and_where(environment, cap
 
 def test_ranks_that_torchrun_has_started_wait_in_silence(environment, capsys):
     environment("WORLD_SIZE=4 RANK=2 TORCHELASTIC_RUN_ID=none")
-    say_who_is_missing(read_process())
+    warn_without_torchrun(read_process())
     assert capsys.readouterr().err == ""
 
 
@@ -379,10 +379,9 @@ def test_ranks_wait_an_hour_for_what_rank_0_downloads(environment, monkeypatch):
 # ----------------------------------------------------------------------- DDP
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:1"])
-def test_ddp_has_no_second_copy_of_gradients_and_sends_no_buffers(device):
+def test_ddp_sends_no_buffers(device):
     options = ddp_options(Process(device=device, world_size=2))
 
-    assert options["gradient_as_bucket_view"] is True
     if device == "cuda:1":
         assert options["device_ids"] == ["cuda:1"]
     else:

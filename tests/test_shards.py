@@ -7,6 +7,7 @@ import os
 import numpy as np
 import pytest
 
+from config import Config
 from runtime import shards
 from runtime.cli import RunError, UserError
 from runtime.dataloader import TokenDataset, open_data
@@ -63,23 +64,9 @@ def test_nanogpts_two_files_are_the_shards_of_their_folder(tmp_path):
         assert read_shard(path).tolist() == tokens.tolist()
 
 
-class Config:
-    """What open_data reads of a training run's flags."""
-    overfit = False
-    seed = 1
-    shuffle = True
-    sequence_length = 9
-    val_every = 1
-    val_tokens = 18
-    vocab_size = 50304
-
-    def __init__(self, data):
-        self.data = data
-
-
 def test_nanogpts_two_files_are_trained_on(tmp_path):
     write_nanogpt(tmp_path)
-    data = open_data(Config(tmp_path))
+    data = open_data(Config(data=tmp_path, sequence_length=9))
     assert data.train.total == 11
     assert data.val.read(0, 1).tolist() == [TOKENS[:10].tolist()]
 
@@ -88,7 +75,7 @@ def test_a_token_of_nanogpts_files_above_the_vocabulary_is_refused(tmp_path):
     write_nanogpt(tmp_path)
     np.array([50257] * 30, dtype=np.uint16).tofile(tmp_path / "train.bin")
     with pytest.raises(UserError, match="train.bin.*50257"):
-        open_data(Config(tmp_path))
+        open_data(Config(data=tmp_path, sequence_length=9))
 
 
 # ------------------------------------------------------------------------- names

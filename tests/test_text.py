@@ -510,15 +510,23 @@ def test_a_file_of_another_kind_than_its_name_says_is_refused(name, data, tmp_pa
 
 @FAST
 @given(st.sampled_from(["a.jsonl", "a.jsonl.gz", "a.csv", "a.parquet", "a.txt"]), st.data())
-def test_whatever_byte_of_a_file_is_another_it_is_read_or_refused(tmp_path, name, data):
+def test_whatever_byte_of_a_file_is_another_it_is_refused_or_the_other_documents_are_the_same(
+        tmp_path, name, data):
+    """A byte between two lines of a .txt belongs to both documents."""
     path = write_documents(tmp_path / name, DOCUMENTS[:20])
+    documents = read(path, separator="\n")
+    assert len(documents) >= 20
+
     changed = bytearray(path.read_bytes())
     changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
     path.write_bytes(changed)
     try:
-        read(path)
+        found = read(path, separator="\n")
     except UserError as error:
         assert name in str(error)
+    else:
+        assert len([text for text in documents if text not in found]) <= 2
+        assert len(found) <= len(documents) + 1
 
 
 def test_a_file_that_is_gone_is_told_by_the_system(tmp_path):

@@ -13,7 +13,7 @@ import train_gpt2
 from config import Config
 from recipes import RECIPES
 from runtime.ranks import Process, Stopped
-from train_gpt2 import set_schedules, train_step, warmup_cosine
+from train_gpt2 import set_lr_and_momentum, train_step, warmup_cosine
 
 # ----------------------------------------------------------------------- schedules
 
@@ -51,7 +51,7 @@ def test_each_group_of_an_optimizer_keeps_its_share_of_the_rate():
     peaks = rates_of(run)
     assert len(set(peaks)) > 2
 
-    lr = set_schedules(9, run)
+    lr = set_lr_and_momentum(9, run)
 
     scale = 0.1 + 0.9 * 0.2         # a fifth of the fall is left
     assert lr == pytest.approx(0.02 * scale)
@@ -62,7 +62,7 @@ def test_the_rates_of_a_step_do_not_depend_on_the_steps_before():
     run = speedrun()
     peaks = rates_of(run)
     for step in (9, 9, 3):              # a repeated step, and one back
-        lr = set_schedules(step, run)
+        lr = set_lr_and_momentum(step, run)
     assert lr == pytest.approx(0.02)
     assert rates_of(run) == pytest.approx(peaks)
 
@@ -70,7 +70,7 @@ def test_the_rates_of_a_step_do_not_depend_on_the_steps_before():
 @pytest.mark.parametrize("step, expected", [(0, 0.85), (77, 0.9), (154, 0.95), (999, 0.95)])
 def test_muons_momentum_rises_over_the_first_154_of_1000_steps(step, expected):
     run = speedrun(max_steps=1000)
-    set_schedules(step, run)
+    set_lr_and_momentum(step, run)
     groups = run.state.optimizer.groups()
     momenta = {group["momentum"] for group in groups if "momentum" in group}
     assert list(momenta) == pytest.approx([expected])
@@ -96,10 +96,10 @@ def test_tf32_is_set_on_a_gpu_alone(tf32, expected, monkeypatch):
     calls = []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", calls.append)
 
-    train_gpt2.use_tf32(Config(tf32=tf32), Process(device="cpu"))
+    train_gpt2.set_matmul_precision(Config(tf32=tf32), Process(device="cpu"))
     assert calls == []
 
-    train_gpt2.use_tf32(Config(tf32=tf32), Process(device="cuda:0"))
+    train_gpt2.set_matmul_precision(Config(tf32=tf32), Process(device="cuda:0"))
     assert calls == [expected]
 
 
@@ -274,10 +274,11 @@ def test_ddps_sync_flag_is_set_before_the_forward_of_the_last_micro_step_only(ru
 
 
 def test_with_ddp_gradients_stay_in_its_buckets_from_step_to_step(run_of_two):
-    """If they were None, the first micro-steps would accumulate into other memory.
+    """There is no second copy. If they were None, micro-steps would accumulate into other memory.
 
     (DDP makes its buckets anew after the first step, in the order of the backward.)
     """
+    assert run_of_two.state.ddp_model.gradient_as_bucket_view
     parameters = list(run_of_two.state.model.parameters())
     places = []
     for step in range(3):
