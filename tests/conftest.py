@@ -90,12 +90,13 @@ def memory_is_given_back():
         yield
 
 
-@pytest.fixture(autouse=True)
-def no_pictures(request, monkeypatch):
-    """A picture is a process of two seconds; test_plots.py draws them."""
-    if request.path.name != "test_plots.py":
-        from runtime import output
-        monkeypatch.setattr(output, "plot_run", lambda rows, path, title: None)
+@pytest.fixture(autouse=True, scope="session")
+def no_pictures():
+    """A picture takes two seconds; test_plots.py draws them."""
+    from runtime import output
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(output, "plot_run", lambda rows, path, title: None)
+        yield
 
 
 @pytest.fixture(scope="session")
