@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.cli import FlagParser, UserError, run_command
+from runtime.cli import FlagParser, UserError, run_command, user_path
 from runtime.files import read_text, reading
 from runtime.tokenizer import encode
 
@@ -222,12 +222,12 @@ def hellaswag_batches(config, explicit_flags: set[str], process) -> list[tuple]:
 
 def parse_args(argv: list[str] | None):
     parser = FlagParser(prog="hellaswag.py", description=__doc__)
-    parser.add_argument("--model", default="gpt2",
+    parser.add_argument("--model", type=user_path, default="gpt2",
                         help="A checkpoint, the folder of a run (its newest checkpoint), "
                              "FOLDER/best (the checkpoint with the lowest validation loss), a "
                              "folder in the Hugging Face format, or a name on the Hugging Face "
                              "hub (default gpt2).")
-    parser.add_argument("--data", metavar="FILE.jsonl",
+    parser.add_argument("--data", type=user_path, metavar="FILE.jsonl",
                         help='A file of examples, each a line {"ctx": "...", "endings": [four '
                              'strings], "label": 0} (default: the validation split of '
                              f"{HUB_NAME} on the Hugging Face hub).")

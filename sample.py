@@ -9,13 +9,13 @@ import itertools
 import sys
 from collections.abc import Iterable, Iterator
 
-from runtime.cli import FlagParser, UserError, run_command
+from runtime.cli import FlagParser, UserError, run_command, user_path
 from runtime.tokenizer import EOT, encode, tokenizer
 
 
 def make_parser() -> FlagParser:
     parser = FlagParser(prog="sample.py", description=__doc__)
-    parser.add_argument("--model", default="gpt2",
+    parser.add_argument("--model", type=user_path, default="gpt2",
                         help="A checkpoint, the folder of a run (its newest checkpoint), "
                              "FOLDER/best (the checkpoint with the lowest validation loss), a "
                              "folder in the Hugging Face format, or a name on the Hugging Face "
