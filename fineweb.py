@@ -11,7 +11,8 @@ A shard is a 1-D array of uint16 GPT-2 tokens, each document preceded by <|endof
 
 The validation text is the first tenth of the text, and at most 10 million tokens. For FineWeb,
 which is shuffled, the validation text is the first shard, or a tenth of --max_tokens if a tenth is
-less. --val_tokens and --val_input choose another one. After a kill the same command continues.
+less. --val_tokens and --val_input choose another one, and --val_input alone makes shards to
+evaluate on. After a kill the same command continues.
 """
 import argparse
 import math
@@ -22,13 +23,13 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from runtime.cli import FlagParser, UserError, run_command
+from runtime.cli import FlagParser, UserError, run_command, user_path
 from runtime.files import lock_folder, remove_leftovers
 from runtime.shards import (
     file_sha256, list_shards, manifest_to_continue, open_shard, read_manifest, shard_names,
@@ -38,6 +39,7 @@ from runtime.sources import (
 from runtime.text import TextReader
 from runtime.tokenizer import Encoder
 
+LOCK = ".fineweb.lock"          # in the output folder
 MANIFEST_VERSION = 5            # of the manifest, and of the rule for validation
 MOST_VALIDATION = 10_000_000    # tokens, if no flag says otherwise
 LEAST_TEXT = 200                # tokens: a shorter text is not divided, but refused
@@ -58,6 +60,7 @@ COMBINED_WITH = {
     "pretokenized": {"out"},
     "input": {"val_input", "split", *TEXT_FLAGS},
     "dataset": {"name", "split", *TEXT_FLAGS},
+    "val_input": {"split", *TEXT_FLAGS},
 }
 
 
@@ -73,8 +76,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             args.name = "sample-10BT"
 
     # A folder named after the text would be a guess, and may exist.
-    if args.input and not args.out:
-        raise UserError("--input needs --out: choose an output folder for the shards")
+    if (args.input or args.val_input) and not args.out:
+        raise UserError("--input and --val_input need --out: choose an output folder for the "
+                        "shards")
     if args.val_tokens and args.val_input:
         raise UserError("--val_tokens cannot be combined with --val_input: leave one of them out")
 
@@ -94,7 +98,7 @@ def make_parser() -> FlagParser:
     parser = FlagParser(prog="fineweb.py", description=__doc__)
     add_input_flags(parser.add_argument)
     add_output_flags(parser.add_argument)
-    parser.add_argument("--verify", metavar="DIR",
+    parser.add_argument("--verify", type=user_path, metavar="DIR",
                         help="Compare all shards of a folder with the SHA-256 in its manifest.")
     return parser
 
@@ -107,13 +111,14 @@ def add_input_flags(add: Callable) -> None:
     add("--split", default="train",
         help="The split of --dataset, or of a folder that save_to_disk has written (default "
              "train).")
-    add("--input", nargs="+", action="extend", metavar="PATH",
+    add("--input", nargs="+", action="extend", type=user_path, metavar="PATH", default=[],
         help="Your own text: files, folders and globs. Each .txt or .md is a document, as is each "
              "line of a .jsonl, .ndjson or .json, and each row of a .csv, .parquet or .arrow. All "
              "but the last two may be compressed (.gz, .zst, .bz2).")
-    add("--val_input", nargs="+", action="extend", metavar="PATH", default=[],
+    add("--val_input", nargs="+", action="extend", type=user_path, metavar="PATH", default=[],
         help="Files that are for validation, in place of the beginning of --input. Those of them "
-             "that --input names, too, are not trained on.")
+             "that --input names, too, are not trained on. Without --input, the shards are for "
+             "evaluation only.")
     add("--text_field", metavar="NAME", default="text",
         help="The column or field that holds the text (default text).")
     add("--separator", metavar="TEXT", default="",
@@ -124,9 +129,9 @@ def add_input_flags(add: Callable) -> None:
 
 
 def add_output_flags(add: Callable) -> None:
-    add("--out",
+    add("--out", type=user_path,
         help="The output folder (default edu_fineweb10B, fineweb10B with --pretokenized, or a name "
-             "after --dataset; required with --input).")
+             "after --dataset; required with --input and --val_input).")
     add("--shard_size", type=positive(2**30), default=100_000_000,
         help="The number of tokens in a shard (default 100000000).")
     add("--val_tokens", type=positive(2**30),
@@ -227,7 +232,7 @@ class Shards:
         self.waiting.append(tokens)
         self.write_ready(at_end=False)
 
-    def count_validation(self, at_end: bool) -> int | None:
+    def count_validation(self, at_end: bool) -> float | None:
         """How many tokens, from the beginning of the text, are for validation. None as long as
         that is not known. This is the whole rule; parse_args sets --val_tokens for FineWeb."""
         settings = self.manifest
@@ -235,6 +240,8 @@ class Shards:
             return settings["validation"]
         if settings["val_tokens"] is not None:
             return settings["val_tokens"]
+        if settings.get("input") == []:                     # --val_input alone: all of them
+            return math.inf
 
         # The files of --val_input come first, and end where the others begin.
         val_files = len(settings.get("val_input", []))
@@ -256,13 +263,18 @@ class Shards:
         validation = self.count_validation(at_end)
         if validation is None:
             return
+
         # Each token of a split but the first is a target.
-        if validation < 2 or (at_end and self.seen - validation < 2):
+        if validation == math.inf:
+            too_short = at_end and self.seen < 2
+        else:
+            too_short = validation < 2 or (at_end and self.seen - validation < 2)
+            self.manifest["validation"] = validation
+        if too_short:
             raise UserError(f"{self.seen} tokens, {min(validation, self.seen)} of them for "
                             f"validation, are not enough for training and validation: add text "
                             f"to --input or --val_input, change --val_tokens or raise "
                             f"--max_tokens, and choose another --out")
-        self.manifest["validation"] = validation
 
         while self.written < self.seen:
             split = "train"
@@ -453,16 +465,22 @@ def steps_of_an_epoch(tokens: int) -> int:
     return max(205, math.ceil(tokens / 2048))
 
 
-def print_summary(out: Path, empty_rows: int) -> None:
+def print_summary(out: Path, empty_rows: int, val_only: bool) -> None:
     """What the folder has, what this call has left out, and the command that comes next."""
     val = [len(open_shard(path)) for path in list_shards(out, "val")]
-    train = [len(open_shard(path)) for path in list_shards(out, "train")]
+    train = []
+    if not val_only:
+        train = [len(open_shard(path)) for path in list_shards(out, "train")]
     line = (f"{out}: {len(val) + len(train)} shards complete, {sum(val):,} tokens for validation "
             f"and {sum(train):,} for training")
     if empty_rows:
         line += f"; {empty_rows:,} rows without text were left out"
     print(line)
-    print(next_command(out, val, train))
+    if val_only:
+        data = shlex.quote(str(out))
+        print(f"next: python train_gpt2.py --eval_only --init gpt2 --data {data}")
+    else:
+        print(next_command(out, val, train))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -474,16 +492,28 @@ def main(argv: list[str] | None = None) -> None:
     out = Path(args.out)
     empty_rows = 0
     if args.pretokenized is not None:
-        with lock_folder(out, ".fineweb.lock"):
+        with locked(out):
             fetch_published(args.pretokenized, out)
     else:
-        if args.input is not None:
+        if args.input or args.val_input:
             source = LocalFiles(args, out)
         else:
             source = HubDataset(args.dataset, args.name, args.split, out)
-        with lock_folder(out, ".fineweb.lock"):
+        with locked(out):
             empty_rows = write_shards(args, source, out)
-    print_summary(out, empty_rows)
+    print_summary(out, empty_rows, val_only=bool(args.val_input and not args.input))
+
+
+@contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Makes the output folder and locks it. If nothing has come into a new one, it is removed."""
+    is_new = not out.exists()
+    with lock_folder(out, LOCK):
+        try:
+            yield
+        finally:
+            if is_new and os.listdir(out) == [LOCK]:
+                shutil.rmtree(out, ignore_errors=True)
 
 
 if __name__ == "__main__":
