@@ -465,9 +465,12 @@ def steps_of_an_epoch(tokens: int) -> int:
         schedule = BatchSchedule(config.total_batch_size, steps, growing_batch(config))
         return schedule.tokens_before(steps)
 
-    # The first number of steps that reads them all, or the one before, if it is nearer.
+    # The first number of steps that reads them all. Where a step more means larger batches all the
+    # way, it reads far more than them: then the one before, if that is nearer.
     steps = bisect_left(range(2**32), tokens, lo=1, key=tokens_of_run)
-    if tokens - tokens_of_run(steps - 1) < tokens_of_run(steps) - tokens:
+    beyond = tokens_of_run(steps) - tokens
+    missing = tokens - tokens_of_run(steps - 1)
+    if beyond > max(missing, flags["total_batch_size"]):
         steps -= 1
     return max(100, steps)
 
