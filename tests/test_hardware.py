@@ -680,36 +680,22 @@ def test_a_bug_in_an_eager_trial_is_raised_as_it_is():
 
 # ----------------------------------------------------------------------- how fast devices are
 
+# How the driver writes the names, in all ways that PEAK_TFLOPS tells apart.
 PEAKS = {
-    "NVIDIA H200": 989.4,
     "NVIDIA H200 NVL": 835.5,
     "NVIDIA H100 80GB HBM3": 989.4,
-    "NVIDIA H800": 989.4,
     "NVIDIA GH200 480GB": 989.4,
-    "NVIDIA H100 NVL": 835.5,
     "NVIDIA H100 PCIe": 756,
-    "NVIDIA GB200": 2500,
-    "NVIDIA B200": 2250,
     "NVIDIA A100-SXM4-80GB": 312,
     "A100-SXM4-40GB": 312,
     "NVIDIA A100 80GB PCIe": 312,
     "NVIDIA A100-PCIE-40GB": 312,
-    "NVIDIA A40": 149.7,
-    "NVIDIA A30": 165,
-    "NVIDIA A10": 125,
     "NVIDIA A10G": 70,
-    "NVIDIA L40S": 362,
-    "NVIDIA L4": 121,
     "Tesla T4": 65,
     "Tesla V100-SXM2-16GB": 125,
-    "Tesla V100-PCIE-32GB": 112,
     "NVIDIA RTX 6000 Ada Generation": 364,
-    "NVIDIA RTX A6000": 154.8,
-    "NVIDIA GeForce RTX 5090": 209.5,
     "NVIDIA GeForce RTX 4090": 165.2,
     "NVIDIA GeForce RTX 4090 D": 147.1,
-    "NVIDIA GeForce RTX 4080": 97.5,
-    "NVIDIA GeForce RTX 3090": 71,
 }
 
 
