@@ -314,6 +314,11 @@ def test_evaluations_samples_and_checkpoints_do_not_change_the_losses(
     assert len(logged(tmp_path)) == 5
 
 
+def test_a_run_evaluates_at_its_periods(evaluated_run):
+    assert list(logged(evaluated_run, "val")) == [0, 2, 4, 5]
+    assert list(logged(evaluated_run, "hella")) == [0, 3, 5]
+
+
 def test_a_runs_hellaswag_is_acc_norm_of_the_command(evaluated_run, examples, capsys):
     hellaswag.main(["--model", str(evaluated_run), "--device", "cpu", "--data", str(examples)])
     acc_norm = capsys.readouterr().out.split("acc_norm: ")[1]

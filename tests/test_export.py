@@ -32,7 +32,8 @@ def make_model(recipe, gelu=None, **shape):
         sizes["gelu"] = gelu
 
     torch.manual_seed(0)
-    model = RECIPES[recipe].model(RECIPES[recipe].model.Config(**sizes))
+    cls = RECIPES[recipe].model
+    model = cls(cls.Config(**sizes))
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.2 * torch.randn_like(p))
