@@ -303,14 +303,17 @@ def print_samples(run: Run, num_samples=4, max_new_tokens=32) -> None:
         run.process.print0(f"sample {i}: {text}")
 
 
-def evaluate(step: int, run: Run) -> None:
-    """Validation loss, HellaSwag and samples, where they are due."""
+def evaluate(step: int, run: Run) -> bool:
+    """Validation loss, HellaSwag and samples, where they are due.
+
+    Returns whether the validation loss is the lowest of the run so far.
+    """
     config = run.config
     val_is_due = is_due(step, config, config.val_every)
     hellaswag_is_due = is_due(step, config, config.hellaswag_every) and run.hellaswag_batches
     samples_are_due = is_due(step, config, config.sample_every) and step > 0    # at 0 all is noise
     if not (val_is_due or hellaswag_is_due or samples_are_due):
-        return
+        return False
 
     found = {}                          # {column of metrics.csv: value}
     if val_is_due:
@@ -320,6 +323,7 @@ def evaluate(step: int, run: Run) -> None:
                 f"the validation loss at step {step} is {loss}: lower --max_lr, and begin at an "
                 "earlier checkpoint (--resume) in another --out"))
         found["val"] = loss
+        found["val_tokens"] = run.data.val_count * config.sequence_length
         run.log.line(step, f"validation loss: {console.loss_text(loss, run.data)}")
 
     if hellaswag_is_due:
@@ -333,6 +337,7 @@ def evaluate(step: int, run: Run) -> None:
     if found:
         run.output.add(step, **found)
     run.output.draw_losses()
+    return val_is_due and run.process.from_master(run.output.is_lowest(step))
 
 
 def is_due(step: int, config: Config, period: int) -> bool:
@@ -380,7 +385,10 @@ def train(step: int, run: Run) -> tuple[int, bool]:
     last_saved = step
     try:
         while step < config.max_steps:
-            evaluate(step, run)
+            is_lowest = evaluate(step, run)
+            if is_lowest and step > last_saved and config.checkpoint_every > 0:
+                save(step, run)             # the best weights so far, whatever the periods
+                last_saved = step
 
             lr = set_lr_and_momentum(step, run)
             launched.begin()

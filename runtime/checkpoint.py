@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.cli import RunError, UserError, unexpected
-from runtime.files import checkpoints, reading
+from runtime.files import checkpoints, is_there, reading
 from runtime.optimizers import CombinedOptimizer
 from runtime.recipe import BatchSchedule
 from runtime.weights import find_checkpoint, model_from_checkpoint, read_checkpoint
@@ -66,7 +66,7 @@ def choose_checkpoint(flags) -> Path | None:
 
     path = find_checkpoint(flags.resume)
     if newest is None:
-        if path is None or not path.exists():
+        if path is None or not is_there(path):
             raise UserError(f"--resume {flags.resume} is neither a checkpoint nor a run's folder: "
                             "check the path, or start a new run from a model's weights with --init")
         return path
@@ -82,11 +82,13 @@ def choose_checkpoint(flags) -> Path | None:
 
 
 def start_from_checkpoint(path: Path, flags, models: dict) -> Start:
-    if not path.exists():                       # rank 0 has found it
-        raise UserError(f"{path} is not on this machine: put --out on a file system that all "
-                        "machines share")
     remedy = remedy_for(path, flags)
-    checkpoint = read_checkpoint(path, remedy)
+    try:
+        checkpoint = read_checkpoint(path, remedy)
+    except FileNotFoundError:
+        # Rank 0 has found it, perhaps on another machine.
+        raise RunError(f"{path} was listed and is not there: check the disk or the mount, which "
+                       "all machines have to share; the same command goes on") from None
     with reading_run_state(path, remedy):
         model = model_from_checkpoint(checkpoint, path, models, remedy)
         for name in ("step", "tokens"):
@@ -138,15 +140,17 @@ def restore(
 ) -> None:
     """Loads everything but the weights: the position in the data, the moments, float16's scale.
 
-    UserError if the run was trained on other shards than those of --data, by their content.
+    UserError if the run has used other shards than those of --data, by their content.
     """
     checkpoint = start.checkpoint
     with reading_run_state(start.path, start.remedy):
-        trained_on = contents_of(checkpoint["data"]["train"])
-        if trained_on != contents_of(data.train.fingerprint):
-            raise UserError(f"{start.path} was trained on other shards than those in --data: "
-                            "restore the shards, or start a new run from its weights with --init "
-                            f"{start.path} --out ANOTHER")
+        for split, shards in data.fingerprints().items():
+            # A run without validations has recorded no shards of them.
+            recorded = checkpoint["data"].get(split, shards)
+            if contents_of(recorded) != contents_of(shards):
+                raise UserError(f"{start.path} has used other {split} shards than those in --data: "
+                                "restore the shards, or start a new run from its weights with "
+                                f"--init {start.path} --out ANOTHER")
         schedule.resume(start.step, checkpoint["tokens"])
 
         for name, p in start.model.named_parameters():

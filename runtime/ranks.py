@@ -13,7 +13,15 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from tqdm import tqdm
 
-from runtime.cli import RunError, UserError, discard, exit_code, print_error, safe_repr
+from runtime.cli import (
+    RunError,
+    UserError,
+    discard,
+    error_of_the_system,
+    exit_code,
+    print_error,
+    safe_repr,
+)
 
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")      # SIGUSR1 is Slurm's warning
 
@@ -91,7 +99,7 @@ class Process:
         except (UserError, RunError) as error:
             failure = error
         except OSError as error:
-            failure = UserError(str(error))
+            failure = error_of_the_system(error)
         except ModuleNotFoundError as error:
             failure = UserError(f"{error}: pip install {error.name}")
 
@@ -240,6 +248,14 @@ def shared_store(timeout: timedelta) -> dist.Store:
     # would read there the address of a dead one.
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"restart {restarts}", store)
+
+
+def store_of_torchrun() -> dist.Store | None:
+    """The store of torchrun's agent, which outlives a restart of the ranks; None without one."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    store, _, _ = next(dist.rendezvous("env://"))
+    return store
 
 
 def ddp_options(process: Process) -> dict:

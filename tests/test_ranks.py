@@ -1,4 +1,5 @@
 """runtime/ranks.py: what is printed, what ranks agree on, and how torchrun is understood."""
+import errno
 import json
 import os
 import signal
@@ -154,6 +155,11 @@ def test_other_ranks_end_with_a_mistake_that_rank_0_has():
 def test_what_the_system_refuses_to_one_rank_ends_all():
     with pytest.raises(UserError, match="private"):
         OneOfTwo(0, None).on_all_ranks(fail, PermissionError(13, "Permission denied", "private"))
+
+
+def test_a_disk_that_fails_under_one_rank_ends_all_as_a_failure_of_the_system():
+    with pytest.raises(RunError, match="a.npy"):
+        OneOfTwo(0, None).on_all_ranks(fail, OSError(errno.EIO, "Input/output error", "a.npy"))
 
 
 def test_rank_0_fills_the_caches_before_the_others_look():
