@@ -230,8 +230,11 @@ def train_step(step: int, run: Run) -> torch.Tensor:
     state.scaler.update()
 
     # DDP's gradients are views of its buckets. If the next step accumulates, they are zeroed, and
-    # so stay there. With None it would accumulate outside of the buckets, in new memory.
-    keep_views = process.world_size > 1 and run.loader.micro_steps(step + 1) > 1
+    # so stay there. With None it would accumulate outside of the buckets, in new memory. A CPU has
+    # it, and there they are None in any case, as before the first step of a resumed run: DDP
+    # multiplies a gradient outside by 1/3, if there are 3 ranks, and divides one inside by 3.
+    accumulates = run.loader.micro_steps(step + 1) > 1
+    keep_views = process.world_size > 1 and process.on_gpu and accumulates
     state.model.zero_grad(set_to_none=not keep_views)
     return torch.stack((loss, norm, votes))
 
@@ -507,6 +510,7 @@ def start_run(asked: Config, config: Config, start: checkpoint.Start, process: P
     # From here on something is written, and a signal asks the run to stop.
     output = Output(config, process, schedule.tokens_before)
     process.on_all_ranks(output.open, start)
+    output.warn_unless_shared()
     process.catch_signals()
 
     loader = TrainLoader(data.train, schedule, B, start.step, process)

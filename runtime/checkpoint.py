@@ -265,12 +265,13 @@ def keep_together(model: torch.nn.Module, optimizer: CombinedOptimizer, process)
     # Rounding made 5e-6 in 2,000 steps, and grows with their square root. A step with another
     # gradient makes 1e-2.
     differences = [take_from_rank_0(p.detach(), p) for p in model.parameters()]
-    of_ranks = process.gather(torch.tensor(differences).max())      # keeps a NaN, unlike max()
-    largest = torch.stack(of_ranks).max().item()
-    if not largest < 1e-4:
+    of_ranks = torch.tensor(process.gather(max(differences)))
+    rank = int(of_ranks.argmax())
+    largest = of_ranks[rank].item()
+    if largest > 1e-4:
         raise process.seen_by_all(RunError(
-            "the processes have drifted apart since the last checkpoint: weights differ by "
-            f"{largest:.1e} of the largest weight in their tensor"))
+            f"process {rank} has drifted apart since the last checkpoint: its weights differ from "
+            f"those of process 0 by {largest:.1e} of the largest one"))
 
     # What only one rank has needs no other.
     for p, own_optimizer in optimizer.optimizer_of.items():
@@ -288,13 +289,15 @@ def keep_together(model: torch.nn.Module, optimizer: CombinedOptimizer, process)
 def take_from_rank_0(tensor: torch.Tensor, p: torch.Tensor) -> float:
     """Gives the tensor, which is p or part of its state, the values that it has on rank 0.
 
-    Returns how far apart the two were: their largest difference by the largest value on rank 0.
+    Returns how far apart the two were, by the largest value on rank 0.
     """
     of_rank_0 = send_to_all(tensor, 0, p.device).to(tensor.device)
     difference = (tensor - of_rank_0).abs().max().item()
     tensor.copy_(of_rank_0)
     if difference == 0:
         return 0.0
+    if math.isnan(difference):
+        return math.inf
     return difference / max(of_rank_0.abs().max().item(), 1e-30)
 
 

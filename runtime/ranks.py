@@ -5,7 +5,6 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from datetime import timedelta
 from inspect import signature
 
 import torch

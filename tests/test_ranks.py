@@ -361,7 +361,8 @@ def test_the_line_comes_before_the_wait(environment, monkeypatch, capsys):
 def test_ranks_wait_an_hour_for_what_rank_0_downloads(environment, monkeypatch):
     given = {}
     environment("WORLD_SIZE=2 RANK=1 TORCHELASTIC_RUN_ID=none")
-    monkeypatch.setattr(ranks, "shared_store", lambda timeout: None)
+    monkeypatch.setattr(network, "shared_store", lambda process, timeout: None)
+    monkeypatch.setattr(network, "watch_machines", lambda process: None)
     monkeypatch.setattr(
         torch.distributed, "init_process_group", lambda backend, **options: given.update(options))
 
