@@ -12,7 +12,7 @@ from helpers import BYTES, logged, on_ranks, train
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import train_gpt2
-from runtime import ranks
+from runtime import network
 from runtime.cli import RunError, UserError, exit_code
 from runtime.ranks import Process, ddp_options, read_process, warn_without_torchrun
 
