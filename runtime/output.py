@@ -28,12 +28,13 @@ from runtime.files import (
     what_resumes,
 )
 from runtime.metrics import FORMATS, HEADER, REMEDY, Metrics, read_lines
+from runtime.network import store_of_torchrun
 from runtime.plots import plot_run
-from runtime.ranks import store_of_torchrun
 
 # What a run writes beside its checkpoints.
 RUN_FILES = ("metrics.csv", "loss.png", "wandb_id")
 PICTURE_SECONDS = 60.0          # at least, between two pictures of a run
+CACHED_SECONDS = 60.0           # after them other machines see a new file on a network's disk
 
 
 class Output:
@@ -78,6 +79,22 @@ class Output:
         self.continue_metrics(start.step)
         if self.config.wandb:
             self.wandb = open_wandb(self.out.resolve(), vars(self.config), resumes=start.step > 0)
+
+    def warn_unless_shared(self) -> None:
+        """Warns if other machines do not see the folder in which rank 0 writes: none could resume.
+
+        All ranks call it, after `open`. On a network file system it may take CACHED_SECONDS.
+        """
+        machines = self.process.machines
+        if not self.config.out or len(set(machines)) <= 1:
+            return
+        name = self.process.from_master(self.lock and Path(self.lock.name).name)
+        seen = self.process.gather(wait_for(name, self.out, CACHED_SECONDS))
+        blind = {machine for machine, sees in zip(machines, seen, strict=True) if not sees}
+        if blind and self.process.is_master:
+            print_error(f"warning: {self.out} is another folder on {', '.join(sorted(blind))}: "
+                        "put --out on a file system that all machines share, or the run may not "
+                        "resume")
 
     # ------------------------------------------------------------------------- metrics.csv
 
@@ -313,6 +330,18 @@ def lock_run(out: Path, store) -> BinaryIO:
     if store:
         store.set(key, "yes")
     return lock
+
+
+def wait_for(name: str, folder: Path, seconds: float) -> bool:
+    """Whether the folder has this file, now or within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while True:
+        with suppress(OSError):                 # the folder is not there
+            if name in os.listdir(folder):      # unlike exists(), asks a network file system anew
+                return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.5)
 
 
 def keep_aside(out: Path, say: Callable[[str], None]) -> None:

@@ -208,7 +208,7 @@ def made(monkeypatch):
     return names
 
 
-VALIDATION = {"val": 2.5, "val_tokens": 11 * 24}        # the sequences of make_run, and their length
+VALIDATION = {"val": 2.5, "val_tokens": 11 * 24}         # 11 sequences of make_run
 
 
 @pytest.mark.parametrize("step, cells, samples", [
