@@ -273,7 +273,7 @@ def keep_together(model: torch.nn.Module, optimizer: CombinedOptimizer, process)
     rank = int(of_ranks.argmax())
     largest = of_ranks[rank].item()
     if largest > 1e-4:
-        raise process.seen_by_all(RunError(
+        raise process.error_on_rank0(RunError(
             f"process {rank} has drifted apart since the last checkpoint: its weights differ from "
             f"those of process 0 by {largest:.1e} of the largest one"))
 
