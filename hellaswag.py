@@ -14,7 +14,14 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.cli import FlagParser, UserError, run_command
+from runtime.cli import (
+    MODEL_HELP,
+    FlagParser,
+    UserError,
+    check_range,
+    run_command,
+    user_path,
+)
 from runtime.files import read_text, reading
 from runtime.tokenizer import encode
 
@@ -24,8 +31,11 @@ HUB_NAME = "Rowan/hellaswag"
 # ----------------------------------------------------------------------------- examples
 
 def load_examples(path: str | Path | None = None) -> list[dict]:
-    """Dicts with `ctx`, `endings` (4 strings) and `label` (0-3): from the .jsonl file `path`, or
-    without one the hub's validation split. UserError if they cannot be read."""
+    """The examples of the .jsonl file `path`, or without one the hub's validation split.
+
+    Each is a dict with `ctx`, `endings` (4 strings) and `label` (0-3). UserError if they cannot be
+    read.
+    """
     if not path:
         return load_examples_of_the_hub()
     with reading(f"HellaSwag's data {path}", "choose a .jsonl file of HellaSwag examples"):
@@ -58,8 +68,10 @@ def load_examples_of_the_hub() -> list[dict]:
 
 
 def check_example(row: dict, where: str) -> dict:
-    """The three fields of `row` that are used. UserError, with `where` the row stands, if one of
-    them is wrong."""
+    """The three fields of `row` that are used.
+
+    UserError, with `where` the row stands, if one of them is wrong.
+    """
     problem = UserError(f"{where} is not a HellaSwag example (expected ctx, a string; endings, "
                         f"four strings; label, 0 to 3): repair or remove the example")
     try:
@@ -82,8 +94,10 @@ def check_example(row: dict, where: str) -> dict:
 # ----------------------------------------------------------------------------- batches
 
 def render_example(example: dict) -> list[tuple[np.ndarray, int]]:
-    """The four rows of an example, a pair for each ending: the tokens of context + " " + ending
-    (1-D uint16), and how many of them are the ending's."""
+    """The four rows of an example: (context + " " + ending, how many tokens are the ending's).
+
+    The tokens of a row are 1-D uint16.
+    """
     ctx = encode(example["ctx"])
     rows = []
     for text in example["endings"]:
@@ -95,14 +109,15 @@ def render_example(example: dict) -> list[tuple[np.ndarray, int]]:
 def make_batches(
     examples: list[dict], block_size: int, batch_size: int = 32,
 ) -> list[tuple[np.ndarray, ...]]:
-    """Batches of at most batch_size rows. Examples are sorted, the longest first: a batch holds
-    little padding, and if memory runs out, it does so in the first one. A row longer than
-    block_size loses its beginning.
+    """Batches of at most batch_size rows: a list of (idx, targets, positions, labels), all int64.
 
-    Returns a list of (idx, targets, positions, labels), all int64, for n examples each:
-    idx, targets: (4 n, T), four rows for each example; targets are -1 outside the endings.
-    positions: (P,), the indices into the flat targets (4 n T) of those >= 0.
-    labels: (n,)
+    A batch of n examples has
+    - idx, targets: (4 n, T), four rows for each example; targets are -1 outside the endings
+    - positions: (P,), the indices into the flat targets (4 n T) of those >= 0
+    - labels: (n,)
+
+    Examples are sorted, the longest first: a batch holds little padding, and if memory runs out, it
+    does so in the first one. A row longer than block_size loses its beginning.
     """
     rendered = [(render_example(example), example["label"]) for example in examples]
     rendered.sort(key=longest_row, reverse=True)
@@ -145,8 +160,11 @@ def make_batch(rendered: list[tuple[list, int]], block_size: int) -> tuple[np.nd
 def evaluate(
     model, batches: Iterable[tuple[np.ndarray, ...]], device: str, autocast=None,
 ) -> np.ndarray:
-    """int64 (3,), counted over `batches`: examples whose right ending wins by summed loss (acc),
-    by mean loss (acc_norm), and all examples. Ranks have batches of their own, and sum them."""
+    """Counts over `batches`, int64 (3,): right by summed loss, right by mean loss, all examples.
+
+    The first two are acc and acc_norm, times the third. Ranks have batches of their own, and sum
+    what this returns.
+    """
     import torch
 
     # The counts stay on the device: reading one would wait for all of its work.
@@ -177,7 +195,7 @@ def evaluate(
     return counts.cpu().numpy()
 
 
-def hellaswag_batches(config, process) -> list[tuple]:
+def batches_of_run(config, process) -> list[tuple]:
     """The batches of a training run, the same on all ranks; [] without HellaSwag.
 
     A file that --hellaswag_data names has to be right. Without the hub a run goes on.
@@ -227,12 +245,9 @@ def examples_or_problem() -> tuple[list[dict], str]:
 
 def parse_args(argv: list[str] | None):
     parser = FlagParser(prog="hellaswag.py", description=__doc__)
-    parser.add_argument("--model", default="gpt2",
-                        help="A checkpoint, the folder of a run (its newest checkpoint), "
-                             "FOLDER/best (the checkpoint with the lowest validation loss), a "
-                             "folder in the Hugging Face format, or a name on the Hugging Face "
-                             "hub (default gpt2).")
-    parser.add_argument("--data", metavar="FILE.jsonl",
+    parser.add_argument("--model", type=user_path, default="gpt2",
+                        help=f"{MODEL_HELP} (default gpt2).")
+    parser.add_argument("--data", type=user_path, metavar="FILE.jsonl",
                         help='A file of examples, each a line {"ctx": "...", "endings": [four '
                              'strings], "label": 0} (default: the validation split of '
                              f"{HUB_NAME} on the Hugging Face hub).")
@@ -249,11 +264,9 @@ def parse_args(argv: list[str] | None):
                         help="The number format of matrix products, by autocast (default "
                              "float32).")
     args = parser.parse_args(argv)
-    if args.batch_size < 4:
-        raise UserError(f"--batch_size {args.batch_size} is too small for the four rows of an "
-                        f"example: choose at least 4")
-    if args.limit is not None and args.limit < 1:
-        raise UserError(f"--limit {args.limit} leaves no example: choose at least 1")
+    check_range("batch_size", args.batch_size, 4, 2**40)
+    if args.limit is not None:
+        check_range("limit", args.limit, 1, 2**40)
     return args
 
 

@@ -1,6 +1,7 @@
 """GPT-2 (Radford et al. 2019): architecture, loss, generation, and AdamW as for GPT-3.
 
     from model import GPT, GPTConfig
+    from presets import GPT2_SIZES
     from recipes import load_model
 
     model = GPT(GPTConfig())                        # new weights
@@ -29,12 +30,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from presets import GPT2_SIZES as GPT2_SIZES        # {"gpt2-xl": {"n_layer": 48, ...}, ...}
 from runtime.loss import chunked_cross_entropy
 from runtime.matmul import linear, matmul_dtype
 from runtime.tokenizer import VOCAB_SIZE
 
-# The choices of --attention: torch's kernels, or the formula of the paper.
+# The choices of --attention: the faster of torch's kernels and the formula of the paper; or the
+# formula.
 ATTENTION = ("auto", "naive")
 
 
@@ -54,8 +55,8 @@ class GPTConfig:
 
 
 # ---------------------------------------------------------------------- layers
-# They are torch's, but draw no random numbers when they are made: init_weights of a model draws all
-# its weights, each once.
+# They are torch's, but draw no random numbers when they are made, which init_weights of the model
+# would draw once more.
 
 class Linear(nn.Linear):
     """nn.Linear without random weights."""
@@ -64,7 +65,7 @@ class Linear(nn.Linear):
         pass
 
     def forward(self, x):
-        # F.linear, but for few rows on a CPU, as when text is generated: there it is faster.
+        # This is F.linear, which for few rows on a CPU, as in generation, would use one core only.
         return linear(x, self.weight, self.bias)
 
 
@@ -97,6 +98,7 @@ def attention(q, k, v, kernel="auto"):
     # If T is not S, there is a cache and T is 1: the newest token sees all others, without a
     # mask. (To torch.export and torch.jit.trace a size is no plain number, and T == S no bool.)
     is_causal = bool(T == S)
+    assert is_causal or T == 1
 
     # On a CPU in bfloat16 the formula is faster than torch's kernel, while there are few scores
     # (docs/speed.md).
@@ -355,8 +357,8 @@ class LanguageModel(nn.Module):
         """
         block_size = self.config.block_size
 
-        # The head is cast to autocast's dtype once. Autocast keeps only the casts of parameters,
-        # and frontier's head is a sum of rows: it would be cast again for each token.
+        # The head is cast to autocast's dtype once. Autocast keeps only the casts of parameters: a
+        # head that is computed, as frontier's is, would be cast again for each token.
         head = self.head()
         head = head.to(matmul_dtype(head))
 
@@ -407,8 +409,8 @@ class GPT(LanguageModel):
     lookup_tables = ("wpe",)            # wte is the head, too
 
     # Its input, the first norm, q, k, v, the output of attention, the residual stream and the
-    # second norm; and 4 of the hidden layer, whose GELU is computed again. The rest are sums of the
-    # norms and of attention.
+    # second norm; and 4 of the hidden layer, whose GELU is computed again. The rest are statistics
+    # of the norms and of attention.
     kept_vectors = 12.2
 
     def __init__(self, config):
@@ -429,7 +431,7 @@ class GPT(LanguageModel):
         self.lm_head = Linear(C, V, bias=False, device="meta")
         self.lm_head.weight = self.transformer.wte.weight
 
-        # The reader of checkpoints makes the whole model so, and then loads its weights.
+        # runtime/weights.py makes the whole model on "meta", and then loads its weights.
         if not self.transformer.wte.weight.is_meta:
             self.init_weights()
 

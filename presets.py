@@ -11,7 +11,7 @@ GPT2_SIZES = {
 
 @dataclass(frozen=True)
 class Preset:
-    """The flags of --preset NAME. One that has a recipe goes with that recipe only."""
+    """The flags of --preset NAME. One that sets the recipe refuses another --recipe."""
     purpose: str            # for --help
     flags: dict             # {flag: value}
 
@@ -26,7 +26,7 @@ PRESETS = {
             recipe="frontier", data="data/shakespeare", out="log/shakespeare",
             n_layer=4, n_head=2, n_embd=256, block_size=1024,
             total_batch_size=2048, max_steps=200,
-            val_every=50, hellaswag_every=0, sample_every=100, sample_prompt="\n",
+            val_every=100, hellaswag_every=0, sample_every=100, sample_prompt="\n",
             checkpoint_every=100,
         ),
     ),
@@ -74,8 +74,9 @@ PRESETS = {
     ),
 }
 
-# --overfit is the lecture's sanity run: 50 steps on one batch, at a constant rate. Without a folder
-# in `out` a run writes nothing.
+# --overfit is the lecture's sanity run: 50 steps on one batch, at a constant rate, with GPT-2's
+# vocabulary as it is. Without a folder in `out` a run writes nothing. (It is not among PRESETS,
+# because it reads input.txt in place of shards.)
 OVERFIT = Preset(
     "Overfits one batch of 4 x 32 tokens.",
     dict(

@@ -5,8 +5,6 @@ from pathlib import Path
 import frontier
 import speedrun
 from model import GPT, LanguageModel
-from runtime import checkpoint
-from runtime.checkpoint import Start
 from runtime.cli import UserError
 from runtime.huggingface import from_huggingface
 from runtime.recipe import Recipe
@@ -55,11 +53,6 @@ def load_model(source: str | Path) -> LanguageModel:
     if path is None:
         return from_huggingface(source, models())
     return model_from_checkpoint(read_checkpoint(path), path, models())
-
-
-def find_start(flags, process) -> Start:
-    """Where the run of these flags begins: checkpoint.find_start with the models above."""
-    return checkpoint.find_start(flags, process, models(), load_model)
 
 
 def check_tokens(model: LanguageModel, source: str) -> None:

@@ -9,17 +9,14 @@ import itertools
 import sys
 from collections.abc import Iterable, Iterator
 
-from runtime.cli import FlagParser, check_range, run_command
+from runtime.cli import MODEL_HELP, FlagParser, check_range, run_command, user_path
 from runtime.tokenizer import EOT, encode, tokenizer
 
 
 def make_parser() -> FlagParser:
     parser = FlagParser(prog="sample.py", description=__doc__)
-    parser.add_argument("--model", default="gpt2",
-                        help="A checkpoint, the folder of a run (its newest checkpoint), "
-                             "FOLDER/best (the checkpoint with the lowest validation loss), a "
-                             "folder in the Hugging Face format, or a name on the Hugging Face "
-                             "hub (default gpt2).")
+    parser.add_argument("--model", type=user_path, default="gpt2",
+                        help=f"{MODEL_HELP} (default gpt2).")
     start = parser.add_mutually_exclusive_group()
     start.add_argument("--prompt", default="",
                        help="The text to continue (default: a new document).")
@@ -89,11 +86,11 @@ def read_prompts() -> Iterator[str]:
 def stream_text(
     steps: Iterable, prompt: list[int], num_samples: int, titles: bool = True
 ) -> Iterator[str]:
-    """The text of the samples, one after the other, each from its `prompt` to the end of its
-    document, in pieces, which come as soon as their tokens do.
+    """The text of the samples in pieces, which come as soon as their tokens do.
 
-    `steps` yields the next tokens of all samples at once, (num_samples, 1). It is advanced only as
-    far as what is shown needs.
+    All samples are computed together and shown one after the other, each from its `prompt` to the
+    end of its document. `steps` yields the next tokens of all of them at once, (num_samples, 1). It
+    is advanced only as far as what is shown needs.
     """
     bytes_of = tokenizer().decode_single_token_bytes
     ids_of_steps = (step.flatten().tolist() for step in steps)

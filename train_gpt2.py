@@ -1,14 +1,15 @@
 """Trains GPT-2 (124M) from scratch, on one process or many:
 
     python train_gpt2.py --overfit                          a sanity check: overfit one batch
-    python train_gpt2.py --preset shakespeare --dry_run     what a run would do, and for how long
     python train_gpt2.py                                    on the shards of `python fineweb.py`
     torchrun --standalone --nproc_per_node=8 train_gpt2.py  the same on 8 GPUs
+    python train_gpt2.py --dry_run                          what it would do, and for how long
 
 Run the same command again to resume from the newest checkpoint in --out.
 """
 # From the parts to the whole: GPT-2's recipe, set-up, a step, evaluation, checkpoints, the loop,
-# and last main, which has the order of a run. config.py has the flags, model.py the model.
+# and last the command, where start_run has the order of a run. config.py has the flags, model.py
+# the model.
 import math
 from collections.abc import Callable
 from contextlib import closing
@@ -20,11 +21,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import hellaswag
-import recipes
 from config import FLAGS, Config
 from model import GPT, LanguageModel
-from recipes import RECIPES
-from runtime import checkpoint, console, dataloader, hardware, ranks
+from recipes import RECIPES, fresh_model, load_model, models
+from runtime import checkpoint, console, dataloader, hardware, network, ranks
 from runtime.cli import RunError, run_command
 from runtime.dataloader import Data, TrainLoader
 from runtime.flags import check_ranks_agree
@@ -40,52 +40,55 @@ from runtime.tokenizer import EOT, encode, tokenizer
 def warmup_cosine(step: int, progress: float, config: Config) -> float:
     """The factor of the learning rate: linear warmup, then a cosine to min_lr (arXiv:1608.03983).
 
-    `progress`, the share of the run's tokens before this step, is for recipes whose batch grows.
+    `progress`, the share of the run's tokens before this step, is what other recipes go by.
     """
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
 
-    decay = (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps)
+    decay = (step - config.warmup_steps) / (config.max_steps - config.warmup_steps)     # 0 to 1
     min_scale = config.min_lr / config.max_lr
     return min_scale + 0.5 * (1.0 + math.cos(math.pi * decay)) * (1.0 - min_scale)
 
 
 def make_adamw(model: GPT, config: Config) -> list:
-    """AdamW; its settings, in config.py and model.py, are GPT-3 Small's (arXiv:2005.14165)."""
-    return model.configure_optimizers(config.max_lr, config.weight_decay)
+    """[AdamW]. Its settings, here and in config.py, are those of GPT-3 Small (arXiv:2005.14165)."""
+    return model.configure_optimizers(
+        config.max_lr, config.weight_decay, betas=(0.9, 0.95), eps=1e-8)
 
 
+# recipes.py has only GPT-2's model, which is enough for scripts that do not train.
 RECIPES["gpt2"] = Recipe(GPT, make_adamw, lr_scale=warmup_cosine)
 
 
 # ----------------------------------------------------------------------------- set-up
 
 def start_process(device: str) -> Process:
-    """This process with its device, and the process group if torchrun has started several."""
-    ranks.die_with_torchrun()
+    """This process with its device, and the process group if WORLD_SIZE says there are several."""
+    ranks.die_with_torchrun()                   # or a torchrun that is killed leaves it running
     process = ranks.read_process()              # RANK, LOCAL_RANK and WORLD_SIZE of torchrun
     process.device = hardware.choose_device(device, process.local_rank)     # "cuda:3", "mps", "cpu"
     if process.on_gpu:
         torch.cuda.set_device(process.device)
     elif process.device == "cpu":
-        hardware.tune_malloc()                  # the memory of a step stays, for the next one
+        hardware.tune_malloc()                  # keeps freed memory, for the next step
 
     if process.world_size > 1:
-        ranks.say_who_is_missing(process)
-        # The ranks wait while rank 0 downloads: HellaSwag, or 6 GB of gpt2-xl with --init. Nothing
-        # destroys the group: run_command ends the process without that, and says there why.
+        ranks.warn_without_torchrun(process)    # a WORLD_SIZE left in the shell would wait for ever
+        # The ranks wait while rank 0 downloads: HellaSwag, or 6 GB of gpt2-xl with --init. There is
+        # no destroy_process_group, which may wait for ever, too: run_command ends the process.
         timeout = timedelta(hours=1)
         dist.init_process_group(
             "nccl" if process.on_gpu else "gloo",
-            store=ranks.shared_store(timeout),          # not that of a start which has failed
+            store=network.shared_store(process, timeout),   # without addresses of dead ranks
             rank=process.rank,
             world_size=process.world_size,
             timeout=timeout,
         )
+        network.watch_machines(process)
     return process
 
 
-def use_tf32(config: Config, process: Process) -> None:
+def set_matmul_precision(config: Config, process: Process) -> None:
     if process.on_gpu:
         precision = "high" if config.tf32 else "highest"        # "high" is TF32
         torch.set_float32_matmul_precision(precision)
@@ -93,12 +96,12 @@ def use_tf32(config: Config, process: Process) -> None:
 
 def make_model(config: Config, start: checkpoint.Start, device: str) -> LanguageModel:
     """The model of --init or of the checkpoint, or a fresh one, on the device."""
-    # All ranks have the same seed, so they draw the same weights. No model has dropout: nothing
-    # else is random in training, and there is no need for model.train() and model.eval().
+    # All ranks have the same seed, so they draw the same weights. The order of the data has a
+    # generator of its own, and no model has dropout.
     torch.manual_seed(config.seed)
     model = start.model
     if model is None:
-        model = recipes.fresh_model(config)
+        model = fresh_model(config)
     return model.to(device)
 
 
@@ -106,9 +109,9 @@ def make_model(config: Config, start: checkpoint.Start, device: str) -> Language
 class TrainState:
     """The model and all that trains it. The three models are one: they share their weights."""
     model: LanguageModel                # eager, for HellaSwag and samples, which have many shapes
-    compiled_model: Callable            # for validation, which has one shape
-    ddp_model: Callable                 # for training: averages the gradients of all ranks
-    optimizer: CombinedOptimizer
+    compiled_model: Callable            # for validation, which has one shape; it may be eager, too
+    ddp_model: Callable                 # for training: averages the gradients, if there are ranks
+    optimizer: CombinedOptimizer        # the recipe's optimizers, as one
     scaler: torch.amp.GradScaler        # of float16's gradients; of other dtypes it does nothing
     autocast: torch.autocast            # matrix products in config.dtype, inside `with`
 
@@ -117,16 +120,19 @@ def make_train_state(config: Config, model: LanguageModel, process: Process) -> 
     model.use_attention(config.attention)
     model.recompute = config.recompute
     if process.device == "cpu" and not config.compile:
-        model.loss_chunk = 2048         # tokens whose logits are in memory at a time
+        # An eager CPU computes the loss of so many tokens at a time: the logits of all of them
+        # would not fit into its caches. A compiler fuses the loss with them.
+        model.loss_chunk = 2048
 
     optimizers = RECIPES[config.recipe].make_optimizers(model, config)
     optimizer = CombinedOptimizer(model, optimizers, process, config.shard_optimizer)
 
-    # Mixed precision: matrix products in bfloat16 (config.dtype); the weights, their gradients, the
-    # moments and the loss stay in float32.
+    # Mixed precision: matrix products are in bfloat16 (config.dtype), and so is the residual stream
+    # (model.py). The weights, their gradients, the moments and the loss stay in float32.
     device_type = process.device.split(":")[0]
     dtype = getattr(torch, config.dtype)
     autocast = torch.autocast(device_type, dtype, enabled=config.dtype != "float32")
+    # Unscaled, small gradients would be 0 in float16. bfloat16 has the range of float32.
     scaler = torch.amp.GradScaler(device_type, enabled=config.dtype == "float16")
 
     # DDP wraps the compiled model, as in nanoGPT.
@@ -135,27 +141,31 @@ def make_train_state(config: Config, model: LanguageModel, process: Process) -> 
         compiled_model = compile_model(model)
     ddp_model = compiled_model
     if process.world_size > 1:
-        ddp_model = DDP(compiled_model, **ranks.ddp_options(process))
+        ddp_model = DDP(
+            compiled_model,
+            gradient_as_bucket_view=True,           # no second copy of the gradients
+            **ranks.ddp_options(process),           # the device; buffers are the same anyway
+        )
     return TrainState(model, compiled_model, ddp_model, optimizer, scaler, autocast)
 
 
 def compile_model(model: LanguageModel) -> Callable:
     """torch.compile of the model, which itself stays eager."""
-    hardware.silence_compiler()
-    model.before_compile()
-    return torch.compile(model, dynamic=False)
+    hardware.silence_compiler()         # of a warning about a mode that is not used
+    model.before_compile()              # speedrun's and frontier's rotary tables are constants
+    return torch.compile(model, dynamic=False)          # all batches of a run have one shape
 
 
 @dataclass
 class Run:
-    """What every function of a run takes."""
-    flags: Config               # as asked, some of them "auto": a checkpoint records these
+    """All that a run consists of."""
+    asked: Config               # the flags, some of them "auto": a checkpoint records these
     config: Config              # the values that the run uses
     process: Process            # this one, of `world_size`
     schedule: BatchSchedule     # how many tokens each step has
     data: Data
     loader: TrainLoader         # the micro-batches of this process
-    hellaswag: list             # batches of its examples; [] without HellaSwag
+    hellaswag_batches: list     # [] without HellaSwag
     state: TrainState
     output: Output              # the folder --out
     log: console.StepLog        # the lines on the console
@@ -163,7 +173,7 @@ class Run:
 
 # ----------------------------------------------------------------------------- a step
 
-def set_schedules(step: int, run: Run) -> float:
+def set_lr_and_momentum(step: int, run: Run) -> float:
     """Sets the learning rates of this step, and the momentum where the recipe has a schedule of it.
 
     Returns the learning rate for the log: --max_lr times the schedule's factor.
@@ -174,7 +184,7 @@ def set_schedules(step: int, run: Run) -> float:
 
     scale = recipe.lr_scale(step, progress, config)
     for group in run.state.optimizer.groups():
-        group["lr"] = group["initial_lr"] * scale
+        group["lr"] = group["initial_lr"] * scale       # the first rate, as CombinedOptimizer noted
         if recipe.momentum and "momentum" in group:
             group["momentum"] = recipe.momentum(progress, config)
     return config.max_lr * scale
@@ -183,7 +193,8 @@ def set_schedules(step: int, run: Run) -> float:
 def train_step(step: int, run: Run) -> torch.Tensor:
     """One optimizer step. Returns float32 (3,): loss, norm before clipping, votes to stop.
 
-    They are the same on all ranks. The CPU does not wait for a GPU here, except with float16.
+    They are the same on all ranks. `votes`: how many ranks have got a signal. The CPU does not wait
+    for a GPU here, except with float16.
     """
     process = run.process
     state = run.state
@@ -192,20 +203,22 @@ def train_step(step: int, run: Run) -> torch.Tensor:
     # number of micro-steps, because the loss of the batch is their mean, not their sum.
     micro_steps = run.loader.micro_steps(step)
     loss_accum = torch.zeros((), device=process.device)
-    for micro_step in process.progress(f"step {step}", range(micro_steps)):
-        x, y = run.loader.next_batch()                          # (B, T) each
+
+    # until_stopped raises Stopped if a signal asks a single process to stop. It also shows a bar.
+    for micro_step in process.until_stopped(f"step {step}", range(micro_steps)):
+        x, y = run.loader.next_batch()      # (B, T) each; y is x one token later
         if process.world_size > 1:
             # DDP averages the gradients of the ranks in the backward of the last micro-step only.
-            # It reads this before, in the forward.
+            # This is set before the forward, because DDP reads it there.
             state.ddp_model.require_backward_grad_sync = micro_step == micro_steps - 1
         with state.autocast:
             _, loss = state.ddp_model(x, y)
         loss = loss / micro_steps
         loss_accum += loss.detach()
         state.scaler.scale(loss).backward()
-    loss, votes = over_all_ranks(loss_accum, process)
+    loss, votes = mean_loss_and_votes(loss_accum, process)
 
-    # Clip. --grad_clip inf only measures the norm.
+    # Clip, after the loss scale is taken out again. --grad_clip inf only measures the norm.
     state.scaler.unscale_(state.optimizer)
     parameters = list(state.model.parameters())
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
@@ -216,13 +229,17 @@ def train_step(step: int, run: Run) -> torch.Tensor:
     state.scaler.step(state.optimizer)
     state.scaler.update()
 
-    # DDP's gradients lie in its buckets. Zeroed, they stay there; None would make the next step
-    # accumulate outside of them, in new memory.
-    state.model.zero_grad(set_to_none=process.world_size == 1 or micro_steps == 1)
+    # DDP's gradients are views of its buckets. If the next step accumulates, they are zeroed, and
+    # so stay there. With None it would accumulate outside of the buckets, in new memory. A CPU has
+    # it, and there they are None in any case, as before the first step of a resumed run: DDP
+    # multiplies a gradient outside by 1/3, if there are 3 ranks, and divides one inside by 3.
+    accumulates = run.loader.micro_steps(step + 1) > 1
+    keep_views = process.world_size > 1 and process.on_gpu and accumulates
+    state.model.zero_grad(set_to_none=not keep_views)
     return torch.stack((loss, norm, votes))
 
 
-def over_all_ranks(loss: torch.Tensor, process: Process) -> tuple[torch.Tensor, torch.Tensor]:
+def mean_loss_and_votes(loss: torch.Tensor, process: Process) -> tuple[torch.Tensor, torch.Tensor]:
     """The mean of the ranks' losses; and, in the same message, how many ranks have got a signal."""
     vote = torch.full_like(loss, float(process.signal != ""))
     sums = torch.stack((loss, vote))
@@ -233,20 +250,19 @@ def over_all_ranks(loss: torch.Tensor, process: Process) -> tuple[torch.Tensor, 
 
 # ----------------------------------------------------------------------------- evaluation
 
-def validation_loss(run: Run) -> float:
-    """Mean loss (nats) of the first `val_count` sequences, the same on any number of ranks."""
-    process = run.process
-    data = run.data
-    state = run.state
-    B = run.loader.B
+def validation_loss(data: Data, B: int, state: TrainState, process: Process) -> float:
+    """Mean loss (nats) of the first `val_count` sequences, the same on any number of ranks.
+
+    `B`: how many sequences a rank computes at once. (--eval_only has no Run.)
+    """
     loss_sum = torch.zeros((), device=process.device)
     rows_seen = 0
 
-    # A compiled model runs in the graph of training, which keeps what a backward would need. For
-    # torch.no_grad() torch would compile a second graph, and that takes longer than it saves.
+    # A compiled model keeps gradients on here, and so runs in the graph of training: to compile a
+    # second graph without them takes longer than it saves.
     is_compiled = state.compiled_model is not state.model
     firsts = range(process.rank * B, data.val_count, process.world_size * B)
-    for first in process.progress("validation", firsts):
+    for first in process.until_stopped("validation", firsts):
         # The last batch has as many rows as the others, for the sake of the compiler. The targets
         # of those beyond the end are ignored.
         x, y = dataloader.to_device(data.val.read(first, B), process.device)        # (B, T) each
@@ -254,7 +270,7 @@ def validation_loss(run: Run) -> float:
         y[rows:] = -1
         with torch.set_grad_enabled(is_compiled), state.autocast:
             _, loss = state.compiled_model(x, y)
-        loss_sum += loss.detach() * rows
+        loss_sum += loss.detach() * rows            # the loss is a mean over these rows
         rows_seen += rows
         del loss            # and with it what a backward would need, before the next batch
 
@@ -265,10 +281,10 @@ def validation_loss(run: Run) -> float:
 def hellaswag_score(run: Run) -> tuple[int, int]:
     """(examples whose right ending has the lowest mean loss per token, all examples)."""
     process = run.process
-    own_batches = run.hellaswag[process.rank::process.world_size]
+    own_batches = run.hellaswag_batches[process.rank::process.world_size]
     counts = hellaswag.evaluate(
         run.state.model,
-        process.progress("HellaSwag", own_batches),
+        process.until_stopped("HellaSwag", own_batches),
         process.device,
         run.state.autocast,
     )
@@ -287,34 +303,45 @@ def print_samples(run: Run, num_samples=4, max_new_tokens=32) -> None:
     with run.state.autocast:
         idx = run.state.model.generate(idx, max_new_tokens, generator=generator)
     for i, row in enumerate(idx.tolist()):
-        text = tokenizer().decode(row).removeprefix("<|endoftext|>")
+        text = tokenizer().decode(row).removeprefix("<|endoftext|>")            # the empty prompt
         run.process.print0(f"sample {i}: {text}")
 
 
-def evaluate(step: int, run: Run) -> None:
-    """Validation loss, HellaSwag and samples, where they are due."""
-    config = run.config
-    found = {}                          # {column of metrics.csv: value}
-    if is_due(step, config, config.val_every):
-        loss = validation_loss(run)
-        if not math.isfinite(loss):
-            raise run.process.seen_by_all(RunError(
-                f"the validation loss at step {step} is {loss}: lower --max_lr"))
-        found["val"] = loss
-        run.log.line(step, f"validation loss: {loss:.4f}{console.in_bits(loss, run.data)}")
+def evaluate(step: int, run: Run) -> bool:
+    """Validation loss, HellaSwag and samples, where they are due.
 
-    if is_due(step, config, config.hellaswag_every) and run.hellaswag:
+    Returns whether the validation loss is the lowest of the run so far.
+    """
+    config = run.config
+    val_is_due = is_due(step, config, config.val_every)
+    hellaswag_is_due = is_due(step, config, config.hellaswag_every) and run.hellaswag_batches
+    samples_are_due = is_due(step, config, config.sample_every) and step > 0    # at 0 all is noise
+    if not (val_is_due or hellaswag_is_due or samples_are_due):
+        return False
+
+    found = {}                          # {column of metrics.csv: value}
+    if val_is_due:
+        loss = validation_loss(run.data, run.loader.B, run.state, run.process)
+        if not math.isfinite(loss):
+            raise run.process.error_on_rank0(RunError(          # all ranks end, and rank 0 says why
+                f"the validation loss at step {step} is {loss}: lower --max_lr, and begin at an "
+                "earlier checkpoint (--resume) in another --out"))
+        found["val"] = loss
+        found["val_tokens"] = run.data.val_count * config.sequence_length
+        run.log.line(step, f"validation loss: {console.loss_text(loss, run.data)}")
+
+    if hellaswag_is_due:
         correct, n = hellaswag_score(run)
         found["hella"] = correct / n
         run.log.line(step, f"HellaSwag accuracy: {correct}/{n}={correct / n:.4f}")
 
-    if is_due(step, config, config.sample_every) and step > 0 and run.process.is_master:
+    if samples_are_due and run.process.is_master:
         print_samples(run)
 
     if found:
         run.output.add(step, **found)
-        title = f"{config.recipe}, {config.n_layer} layers of width {config.n_embd}"
-        run.output.draw(title, last=step == config.max_steps)
+    run.output.draw_losses()
+    return val_is_due and run.process.from_master(run.output.is_lowest(step))
 
 
 def is_due(step: int, config: Config, period: int) -> bool:
@@ -325,9 +352,9 @@ def is_due(step: int, config: Config, period: int) -> bool:
 # ----------------------------------------------------------------------------- checkpoints
 
 def save(step: int, run: Run) -> None:
-    """Writes OUT/checkpoint_STEP.pt, on a GPU in the background."""
+    """Writes OUT/checkpoint_STEP.pt; training on a GPU goes on meanwhile."""
     state = run.state
-    checkpoint.require_same_weights(state.model, run.process)
+    checkpoint.keep_together(state.model, state.optimizer, run.process)
 
     # All ranks take part: some of the optimizers' state is on one of them alone.
     optimizer_state = checkpoint.gather_state(state.model, state.optimizer, run.process)
@@ -336,7 +363,7 @@ def save(step: int, run: Run) -> None:
             "model": checkpoint.host_copy(state.model.state_dict()),
             "model_config": asdict(state.model.config),
             "recipe": run.config.recipe,
-            "config": asdict(run.flags),            # as asked: a resume decides anew what "auto" is
+            "config": asdict(run.asked),            # a resume decides anew what "auto" is
             "step": step,
             "tokens": run.schedule.tokens_before(step),
             "optimizers": optimizer_state,
@@ -351,25 +378,31 @@ def train(step: int, run: Run) -> tuple[int, bool]:
     """Trains from `step` on. Returns the steps done, and whether a signal ended the run.
 
     A signal (SIGTERM, Ctrl-C, ...) is noted in `process`. A single process drops the step or the
-    evaluation that it is in, which then raises Stopped. Several ranks have to stop after the same
-    step: each step adds up their votes, and they stop when they log it. Either way the run saves
-    and ends with exit code 0, and the one that resumes repeats what was dropped.
+    evaluation that it is in: process.until_stopped raises Stopped there. Several ranks have to stop
+    after the same step: each step adds up their votes, and they stop when they log it. Then the run
+    saves and ends with exit code 0, and the one that resumes repeats what was dropped.
     """
     config = run.config
-    launched = LaunchedSteps(run.process)           # those that are not logged yet
+    # A GPU computes a step while the CPU launches the next one, so that it is never idle: its
+    # numbers are read, and logged, one step late.
+    launched = LaunchedSteps(run.process)
     last_saved = step
     try:
         while step < config.max_steps:
-            evaluate(step, run)
+            is_lowest = evaluate(step, run)
+            if is_lowest and step > last_saved and config.checkpoint_every > 0:
+                save(step, run)             # the best weights so far, whatever the periods
+                last_saved = step
 
-            lr = set_schedules(step, run)
-            launched.begin(after_pause=pause_before(step, config))
+            lr = set_lr_and_momentum(step, run)
+            launched.begin()
             numbers = train_step(step, run)
             launched.end(step, lr, numbers)
             step += 1
 
-            votes = log_steps(launched, pause_before(step, config), run)
-            if votes > 0:
+            # What follows a loss that is not finite must not be evaluated or saved.
+            any_votes = log_steps(launched, wait_for_all=something_is_due(step, config), run=run)
+            if any_votes:
                 raise Stopped
 
             # Before the evaluation: a kill during the evaluation then loses nothing.
@@ -377,20 +410,24 @@ def train(step: int, run: Run) -> tuple[int, bool]:
                 save(step, run)
                 last_saved = step
 
-        # The last evaluation. If the run had ended before, there is nothing left to do.
-        if not run.process.from_master(run.output.has_row(step)):
+        # The last evaluation, unless the run had ended before this start of it.
+        if not run.process.from_master(run.output.was_evaluated(step)):
             evaluate(step, run)
+            run.output.draw_losses(last=True)
         return step, False
     except Stopped:
-        log_steps(launched, True, run)
+        log_steps(launched, wait_for_all=True, run=run)
         if config.checkpoint_every > 0 and step > last_saved:
             save(step, run)
         return step, True
 
 
-def log_steps(launched: LaunchedSteps, wait_for_all: bool, run: Run) -> float:
-    """Checks and logs the steps that are done. Returns how many ranks vote to stop."""
-    all_votes = 0.0
+def log_steps(launched: LaunchedSteps, wait_for_all: bool, run: Run) -> bool:
+    """Checks and logs the steps that are done. Returns whether a rank has voted to stop.
+
+    The answer is the same on all ranks, because on a GPU all log a step when the next is launched.
+    """
+    any_votes = False
     for done in launched.take(wait_for_all):
         loss, norm, votes = done.read_numbers()
         check_finite(done.step, loss, norm, run)
@@ -398,15 +435,12 @@ def log_steps(launched: LaunchedSteps, wait_for_all: bool, run: Run) -> float:
         run.log.step(done.step, loss, norm, done.lr, seconds)
         rate = run.schedule.tokens(done.step) / seconds
         run.output.add(done.step, train=loss, norm=norm, lr=done.lr, tokens_per_second=rate)
-        all_votes += votes
-    return all_votes
+        any_votes = any_votes or votes > 0
+    return any_votes
 
 
-def pause_before(step: int, config: Config) -> bool:
-    """Whether an evaluation, a checkpoint or the end of the run comes before this step.
-
-    There all losses have to be known, also on a GPU, and the next step's time begins anew.
-    """
+def something_is_due(step: int, config: Config) -> bool:
+    """Whether an evaluation, a checkpoint or the end of the run comes before this step."""
     periods = (config.val_every, config.hellaswag_every, config.sample_every,
                config.checkpoint_every)
     return step == config.max_steps or any(is_due(step, config, period) for period in periods)
@@ -415,12 +449,12 @@ def pause_before(step: int, config: Config) -> bool:
 def check_finite(step: int, loss: float, norm: float, run: Run) -> None:
     """RunError if the loss or the gradient is not finite: the weights are not worth saving."""
     # float16's scaler begins at 65536, leaves out a step whose gradient overflows, and halves its
-    # scale. So some overflows are usual. But not after the 25 that bring it to 1/512.
+    # scale. So some overflows are usual. 25 in a row bring it to 1/512: one more is an error.
     scaler = run.state.scaler
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 2**-9
     if math.isfinite(loss) and (math.isfinite(norm) or may_overflow):
         return
-    raise run.process.seen_by_all(RunError(
+    raise run.process.error_on_rank0(RunError(
         f"the loss or the gradient of step {step} is not finite (loss {loss}, gradient norm "
         f"{norm}), and with the same settings it would be so again: lower --max_lr, and begin at "
         "an earlier checkpoint (--resume) in another --out"))
@@ -430,49 +464,71 @@ def check_finite(step: int, loss: float, norm: float, run: Run) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     given = FLAGS.parse(__doc__, argv)                  # {flag: value} of the command line
-    process = start_process(given.get("device", "auto"))
-    with hardware.memory_errors(process.device):
-        # Where the run begins; then the value of every flag, of those, too, that a checkpoint has
-        # recorded. (on_all_ranks: a mistake on one rank ends all of them.)
-        start = recipes.find_start(FLAGS.merge(given), process)
-        flags, config = process.on_all_ranks(FLAGS.resolve, given, start, process)
-        check_ranks_agree(flags, config, process)
-        use_tf32(config, process)
+    process = start_process(given.get("device", "auto"))      # first, so that ranks can agree
+    with hardware.memory_errors(process.device), network.lost_machines(process):
+        # First where the run begins, by the command line; then all flags, some of them from its
+        # checkpoint. (on_all_ranks: a mistake on one rank ends all of them.)
+        start = checkpoint.find_start(FLAGS.merge(given), process, models(), load_model)
+        asked, config = process.on_all_ranks(FLAGS.resolve, given, start, process)
+        check_ranks_agree(config, process)
+        set_matmul_precision(config, process)
+        if config.eval_only:
+            evaluate_only(config, start, process)
+        else:
+            start_run(asked, config, start, process)
 
-        # The data, and the model with all that trains it.
-        schedule = process.on_all_ranks(
-            make_batch_schedule, RECIPES[config.recipe], config, process.world_size)
-        data = dataloader.open_same_data(config, process)
-        model = process.on_all_ranks(make_model, config, start, process.device)
-        config.compile = hardware.choose_compile(
-            config, model, schedule.tokens_left(start.step), process)
-        state = make_train_state(config, model, process)
-        if start.path:
-            process.on_all_ranks(
-                checkpoint.restore, start, data, schedule, state.optimizer, state.scaler)
-        console.print_header(config, process, data, model, schedule, start)
 
-        # The micro-batch that fits into memory. The training step is compiled here.
-        may_shrink = flags.batch_size == "auto"
-        B = hardware.choose_micro_batch(config, may_shrink, schedule, state, process)
-        console.print_batch(config, process, schedule, B)
-        if config.dry_run:
-            seconds = hardware.time_micro_step(state, config.sequence_length, process.device, B)
-            console.print_estimate(config, process, data, schedule, start.step, seconds / B)
-            return
+def evaluate_only(config: Config, start: checkpoint.Start, process: Process) -> None:
+    """--eval_only: prints the validation loss of the model of --init, or of the run in --out."""
+    data = dataloader.open_same_data(config, process)
+    config.compile = config.compile is True     # "auto" is eager: one evaluation would not repay it
+    model = make_model(config, start, process.device)
+    state = make_train_state(config, model, process)            # whose optimizers are not used
+    loss = validation_loss(data, config.batch_size, state, process)
+    tokens = data.val_count * config.sequence_length
+    process.print0(f"{start.path or config.init}: validation loss: "
+                   f"{console.loss_text(loss, data)} on {tokens:,} tokens of {config.data}")
 
-        # From here on something is written, and a signal asks the run to stop.
-        examples = hellaswag.hellaswag_batches(config, process)
-        output = Output(config, process, schedule.tokens_before)
-        process.on_all_ranks(output.open, start)
-        process.catch_signals()
 
-        loader = TrainLoader(data.train, schedule, B, start.step, process)
-        log = console.StepLog(process, schedule, model.flops_per_token(config.sequence_length))
-        run = Run(flags, config, process, schedule, data, loader, examples, state, output, log)
-        with output, closing(loader):
-            step, stopped = train(start.step, run)
-        console.print_summary(run, step, stopped)
+def start_run(asked: Config, config: Config, start: checkpoint.Start, process: Process) -> None:
+    """Makes the parts of a run, and trains; with --dry_run it ends before that."""
+    # The data, and the model with all that trains it.
+    schedule = process.on_all_ranks(
+        make_batch_schedule, RECIPES[config.recipe], config, process.world_size)
+    data = dataloader.open_same_data(config, process)
+    model = process.on_all_ranks(make_model, config, start, process.device)
+    config.compile = hardware.choose_compile(           # "auto" needs the model's FLOPs
+        config, model, schedule.tokens_left(start.step), process)
+    state = make_train_state(config, model, process)
+    if start.path:
+        process.on_all_ranks(
+            checkpoint.restore, start, data, schedule, state.optimizer, state.scaler)
+    console.print_header(config, process, data, model, schedule, start)
+
+    # The sequences of a micro-batch. One is tried if it is compiled, or "auto" on a GPU.
+    may_shrink = asked.batch_size == "auto"
+    B = hardware.choose_micro_batch(config, may_shrink, schedule, state, process)
+    console.print_batch(config, process, schedule, B)
+    if config.dry_run:
+        seconds = hardware.time_micro_step(state, config.sequence_length, process.device, B)
+        console.print_estimate(config, process, data, schedule, start.step, seconds / B)
+        return
+    hellaswag_batches = hellaswag.batches_of_run(config, process)
+
+    # From here on something is written, and a signal asks the run to stop.
+    output = Output(config, process, schedule.tokens_before)
+    process.on_all_ranks(output.open, start)
+    output.warn_unless_shared()
+    process.catch_signals()
+
+    loader = TrainLoader(data.train, schedule, B, start.step, process)
+    log = console.StepLog(process, schedule, model.flops_per_token(config.sequence_length))
+    run = Run(
+        asked=asked, config=config, process=process, schedule=schedule, data=data, loader=loader,
+        hellaswag_batches=hellaswag_batches, state=state, output=output, log=log)
+    with output, network.lost_machines(process), closing(loader):
+        step, stopped = train(start.step, run)
+    console.print_summary(run, step, stopped)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from runtime.hardware import (
     peak_flops,
     peak_memory,
 )
-from runtime.metrics import lowest
+from runtime.metrics import Metrics
 from runtime.recipe import BatchSchedule
 
 DAY = 24 * 60 * 60          # seconds
@@ -52,9 +52,10 @@ class StepLog:
         self.process = process
         self.schedule = schedule
         self.flops_per_token = flops_per_token
-        self.losses = array("d")                # of each step, as the next two
-        self.seconds = array("d")
-        self.seconds_per_token = array("d")
+        # One number for each step, in 4 bytes.
+        self.losses = array("f")
+        self.seconds = array("f")
+        self.seconds_per_token = array("f")
 
     def step(self, step: int, loss: float, norm: float, lr: float, dt: float) -> None:
         """`dt`: the seconds that the step took."""
@@ -78,7 +79,7 @@ class StepLog:
             parts.append(f"mfu {mfu:.0%}")
 
         # The first step tells nothing about the others: it may still compile and allocate.
-        recent = self.seconds_per_token[1:][-RECENT_STEPS:]
+        recent = self.seconds_per_token[max(1, len(self.seconds) - RECENT_STEPS):]
         if recent:
             left = self.schedule.tokens_left(step + 1) * statistics.median(recent)
             parts.append(f"{clock(left)} left")
@@ -104,7 +105,10 @@ def print_header(config, process, data, model, schedule: BatchSchedule, start: S
     how = "eager"
     if c.compile:
         how = "torch.compile"
-    say(f"{counted(process.world_size, 'process')} on {process.device} "
+    machines = ""
+    if process.machines:                        # of several processes
+        machines = f" ({counted(len(set(process.machines)), 'machine')})"
+    say(f"{counted(process.world_size, 'process')}{machines} on {process.device} "
         f"({device_name(process.device)}), {c.dtype}, {how}, attention {c.attention}, torch "
         f"{torch.__version__}")
 
@@ -130,10 +134,11 @@ def print_header(config, process, data, model, schedule: BatchSchedule, start: S
 
 
 def warn_of_slow_dtype(device: str, dtype: str, say: Callable) -> None:
-    """Says it where bfloat16 was asked for on a CPU that has no instructions for it."""
-    if device == "cpu" and dtype == "bfloat16" and not cpu_has_bfloat16():
-        say("torch knows no bfloat16 instructions of this CPU, and without them a step may take 30 "
-            "times as long as with --dtype float32")
+    """Says it where a CPU has no instructions for the dtype that was asked for."""
+    if device != "cpu" or dtype == "float32" or (dtype == "bfloat16" and cpu_has_bfloat16()):
+        return
+    say(f"torch has no {dtype} instructions of this CPU to use, and without them a step may take "
+        "10 to 30 times as long as with --dtype float32")
 
 
 def print_batch(config, process, schedule: BatchSchedule, B: int) -> None:
@@ -151,8 +156,8 @@ def print_batch(config, process, schedule: BatchSchedule, B: int) -> None:
 def learning_rates(config) -> str:
     """The largest learning rate, when the warm-up reaches it, and the last one."""
     warmup = counted(config.warmup_steps, "step")
-    if config.warmup_steps > config.max_steps:
-        warmup += " (more than the run has)"
+    if config.warmup_steps >= config.max_steps:
+        warmup += f" (the run has {config.max_steps:,})"
     return f"max_lr {config.max_lr:g} after {warmup}, min_lr {config.min_lr:g}"
 
 
@@ -188,20 +193,20 @@ def print_estimate(
     if c.val_every:
         count = math.ceil(c.max_steps / c.val_every) - math.ceil(step / c.val_every) + 1
         # A forward takes about a third of the time (docs/running.md).
-        seconds = count * data.val_count * c.sequence_length / rate / 3
-        validations = f" and {clock(seconds)} for {counted(count, 'validation')}"
+        of_validations = count * data.val_count * c.sequence_length / rate / 3
+        validations = f" and {clock(of_validations)} for {counted(count, 'validation')}"
     process.print0(
         f"about {c.total_batch_size / rate:.3g} s per step, {steps}{validations}, without "
         "optimizer, HellaSwag, samples and what several GPUs exchange; nothing was written, and "
         "the same command without --dry_run starts the run")
 
 
-def in_bits(loss: float, data) -> str:
-    """' (1.6543 bits per byte)' for a validation loss; '' where the tokens are not GPT-2's."""
+def loss_text(loss: float, data) -> str:
+    """'4.2510 (1.8901 bits per byte)' for a validation loss; without bits if nobody knows them."""
     bits = loss * data.bits_per_byte
-    if not math.isfinite(bits):
-        return ""
-    return f" ({bits:.4f} bits per byte)"
+    if not math.isfinite(bits):             # the tokens are not GPT-2's
+        return f"{loss:.4f}"
+    return f"{loss:.4f} ({bits:.4f} bits per byte)"
 
 
 def print_summary(run, step: int, stopped: bool) -> None:
@@ -215,10 +220,7 @@ def print_summary(run, step: int, stopped: bool) -> None:
             f"peak memory {memory / 1e9:.1f} GB")
 
     if stopped:
-        cause = process.signal
-        if not cause:
-            cause = "a signal"                  # another rank received it
-        say(f"stopped by {cause} after {step} of {config.max_steps} steps. "
+        say(f"stopped by {signals_received(process)} after {step} of {config.max_steps} steps. "
             f"{run.output.what_resumes()}")
     elif config.overfit:
         print_overfit(process, log.losses)
@@ -229,24 +231,37 @@ def print_summary(run, step: int, stopped: bool) -> None:
             files.append("checkpoints")
         say(f"done: {step} steps; {config.out} has {', '.join(files)}")
         if process.is_master and checkpoints(config.out):
-            print_best(config, process, run.data, run.output.rows)
+            print_best(config, process, run.data, run.output.metrics)
 
 
-def print_best(config, process, data, rows: list[dict]) -> None:
+def signals_received(process) -> str:
+    """'SIGTERM', or of several ranks 'SIGTERM (process 3 on node2)'."""
+    signals = process.gather(process.signal)
+    if process.world_size == 1:
+        return signals[0]
+    ranks = [rank for rank, signal in enumerate(signals) if signal]
+    first, *others = ranks
+    where = f"process {first} on {process.machines[first]}"
+    if others:
+        where += f" and {counted(len(others), 'other')}"
+    return f"{signals[first]} ({where})"
+
+
+def print_best(config, process, data, metrics: Metrics) -> None:
     """The best checkpoint of the run, and the command that samples from it."""
     saved = dict(checkpoints(config.out))
-    best = lowest(rows, saved)
+    best = metrics.lowest(saved)
     model = config.out
     if best:
         loss, step = best
-        first_loss = rows[0]["val"]
+        first_step, first_loss = metrics.measured("val", over="step")[0]
         at_first = ""
-        if first_loss is not None:
-            at_first = f", {first_loss:.4f} at step {rows[0]['step']}"
+        if first_step < step:
+            at_first = f", {first_loss:.4f} at step {first_step:.0f}"
             if first_loss < loss:
                 at_first += "; training has raised the loss: lower --max_lr"
         process.print0(f"best checkpoint: {saved[step]}, validation loss "
-                       f"{loss:.4f}{in_bits(loss, data)}{at_first}")
+                       f"{loss_text(loss, data)}{at_first}")
         model += "/best"
     process.print0(f"next: python sample.py --model {shlex.quote(model)}")
 
@@ -255,7 +270,7 @@ def print_overfit(process, losses: Sequence[float]) -> None:
     """The verdict of --overfit. RunError if it has failed."""
     text = (f"overfit one batch: loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps: ")
     if losses[-1] >= OVERFIT_LOSS:
-        raise process.seen_by_all(
+        raise process.error_on_rank0(
             RunError(f"{text}FAILED (expected a loss below {OVERFIT_LOSS})"))
     process.print0(f"{text}PASSED\n"
                    "next: python fineweb.py --input input.txt --out data/shakespeare")

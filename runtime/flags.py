@@ -1,16 +1,33 @@
-"""The flags of train_gpt2.py: how the command line is read, which of several sources wins, what
-"auto" means, and which values no run can have."""
+"""Reads, merges, completes and checks the flags of train_gpt2.py, which config.py has."""
 import argparse
 import dataclasses
+import os
 import textwrap
 from collections.abc import Callable
 from itertools import groupby
 
 from runtime.checkpoint import Start, model_shape, reading_run_state
-from runtime.cli import FlagParser, UserError, check_range, is_rank_0, unexpected
+from runtime.cli import FlagParser, UserError, check_range, is_rank_0, unexpected, user_path
 from runtime.hardware import choose_dtype
 from runtime.recipe import Recipe
 from runtime.tokenizer import VOCAB_SIZE
+
+
+# nanoGPT's names of flags, and what does the same here.
+NANOGPT_FLAGS = {
+    "dataset": "--data",
+    "decay_lr": "--min_lr, which is --max_lr where the rate is to be constant",
+    "eval_interval": "--val_every",
+    "eval_iters": "--val_tokens",
+    "gradient_accumulation_steps": "--total_batch_size, the tokens of a step",
+    "init_from": "--init; the same command resumes",
+    "learning_rate": "--max_lr",
+    "lr_decay_iters": "--max_steps",
+    "max_iters": "--max_steps",
+    "out_dir": "--out",
+    "wandb_log": "--wandb",
+    "warmup_iters": "--warmup_steps",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +41,7 @@ class FlagTable:
     def parse(self, description: str, argv: list[str] | None) -> dict:
         """{name: value} of the flags on the command line."""
         parser = FlagParser(
+            NANOGPT_FLAGS,
             prog="train_gpt2.py",
             usage="%(prog)s [flags]",
             description=description,
@@ -61,11 +79,16 @@ class FlagTable:
         shape = {}
         if start.model:
             shape = model_shape(start.model)
+        if given.get("eval_only"):
+            if start.model is None:
+                raise UserError("--eval_only needs a model: name it with --init, or its run with "
+                                "--out")
+            given = {"recipe": start.model.recipe, **given}
         recorded = self.recorded(start)
         flags = self.merge(given, recorded, shape)
         if start.path:
             check_step(start, flags)
-            check_fixed_flags(start, recorded, self.wanted(given, flags, shape))
+            check_fixed_flags(start, recorded, self.wanted(given, shape))
         elif start.model:
             self.check_init(given, flags, start.model)
         self.check(flags)
@@ -73,8 +96,8 @@ class FlagTable:
         # First what the recipe says, then what holds for all recipes.
         config = dataclasses.replace(flags)             # a copy
         set_automatic(config, sequence_length=config.block_size)
-        if config.overfit:
-            set_automatic(config, min_lr=config.max_lr)         # a constant rate
+        if config.overfit and "min_lr" not in given:
+            config.min_lr = config.max_lr                       # a constant rate
         set_automatic(config, **self.recipes[config.recipe].automatic(config))
         set_automatic(config, min_lr=config.max_lr / 10)
         config.dtype = choose_dtype(config.dtype, process.device)
@@ -83,7 +106,7 @@ class FlagTable:
         # a trial will tell whether so many fit into its memory. --compile auto is decided when the
         # model is there, because it depends on the FLOPs of the run.
         most_tokens = 4096
-        if process.on_gpu:
+        if process.on_gpu and not config.eval_only:
             most_tokens = 65536
         set_automatic(config, batch_size=max(1, most_tokens // config.sequence_length))
         return flags, config
@@ -96,7 +119,8 @@ class FlagTable:
         """
         preset = self.preset_of(given)
         others = (recorded or {}) | given | (shape or {})
-        recipe = self.recipes[(preset | others).get("recipe", self.Config.recipe)]
+        name = (preset | others).get("recipe", self.Config.recipe)
+        recipe = self.recipes[name]
         return self.Config(**recipe.defaults | preset | recipe.rates | others)
 
     def preset_of(self, given: dict) -> dict:
@@ -129,12 +153,11 @@ class FlagTable:
                     raise unexpected(f"its --{f.name}", f"a valid {f.type.__name__}", value)
         return recorded | model_shape(start.model)
 
-    def wanted(self, given: dict, flags, shape: dict) -> dict:
+    def wanted(self, given: dict, shape: dict) -> dict:
         """{flag: value} that the command asks for, to compare with a checkpoint's `fixed` flags."""
         wanted = self.preset_of(given) | given
         if wanted.get("init", "scratch") != "scratch":
-            # A run that began from --init has the shape of that model. The shape in a preset, which
-            # --init overrode then, is no contradiction now; a typed one is.
+            # A run that began from --init has the shape of that model, whatever the preset says.
             for name in shape.keys() - given.keys():
                 wanted.pop(name, None)
         fixed = [f.name for f in dataclasses.fields(self.Config) if f.metadata.get("fixed")]
@@ -167,11 +190,10 @@ class FlagTable:
             raise UserError(f"--min_lr {config.min_lr} must not be above --max_lr {config.max_lr}: "
                             "lower --min_lr or raise --max_lr")
 
-        # What --overfit is without. It writes nothing.
-        without = ("preset", "resume", "out", "val_every", "checkpoint_every")
+        # It has no validation shards, and writes nothing.
         if config.overfit:
-            usual = self.merge({"overfit": True})
-            for name in without:
+            usual = self.Config(**self.overfit.flags)
+            for name in ("preset", "resume", "out", "val_every", "checkpoint_every", "eval_only"):
                 if getattr(config, name) != getattr(usual, name):
                     raise UserError(f"--overfit cannot be combined with --{name}: leave it out")
 
@@ -183,10 +205,9 @@ def set_automatic(config, **values) -> None:
             setattr(config, name, value)
 
 
-def check_ranks_agree(flags, config, process) -> None:
+def check_ranks_agree(config, process) -> None:
     """UserError if the flags of the ranks differ, or what their hardware made of "auto"."""
-    # Each GPU may find another --batch_size auto; the smallest will be taken.
-    values = vars(config) | {"batch_size": flags.batch_size}
+    values = dict(vars(config))
     for name in ("data", "hellaswag_data", "out", "device", "wandb"):
         del values[name]
     process.require_same({f"--{name}": value for name, value in values.items()})
@@ -207,7 +228,13 @@ def add_flag(group, f: dataclasses.Field, recipes: dict[str, Recipe]) -> None:
         group.add_argument(f"--{f.name}", choices=f.metadata["choices"], **options)
     else:
         parse = value_parser(f.type, f.metadata.get("word"))
-        group.add_argument(f"--{f.name}", type=parse, metavar=parse.__name__.upper(), **options)
+        options.update(type=parse, metavar=parse.__name__.upper())
+        if f.metadata.get("is_path"):
+            # An empty path is a mistake, but where it is the default.
+            options.update(type=user_path if f.default else os.path.expanduser, metavar="PATH")
+        if "bare" in f.metadata:
+            options.update(nargs="?", const=f.metadata["bare"])
+        group.add_argument(f"--{f.name}", **options)
 
 
 def value_parser(kind: type, word: str | None) -> Callable:
@@ -270,7 +297,7 @@ def check_field(f: dataclasses.Field, value) -> None:
     largest = {int: 2**40, float: 1e38}
     if f.type in largest and value != f.metadata.get("word"):
         check_range(f.name, value, f.metadata.get("smallest", 0),
-                    f.metadata.get("largest", largest[f.type]))
+                    f.metadata.get("largest", largest[f.type]), f.metadata["help"])
 
 
 def check_step(start: Start, config) -> None:

@@ -91,14 +91,17 @@ def choose_dtype(name: str, device: str) -> str:
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return "bfloat16"
         return "float16"
-    if device == "cpu" and cpu_has_bfloat16():
+    # On ARM torch's products in bfloat16 round between blocks of 512 terms (docs/running.md).
+    if device == "cpu" and cpu_has_bfloat16() and platform.machine() in ("x86_64", "AMD64"):
         return "bfloat16"
     return "float32"
 
 
 def cpu_has_bfloat16() -> bool:
+    """Whether torch computes products in bfloat16 by instructions of this CPU."""
     features = torch.cpu.get_capabilities()
-    return bool(features.get("avx512_bf16") or features.get("amx_bf16"))
+    names = ("avx512_bf16", "amx_bf16", "bf16")             # the last one is ARM's
+    return any(features.get(name) for name in names)
 
 
 # ----------------------------------------------------------------------------- memory
@@ -143,9 +146,9 @@ def memory_errors(device: str):
 
 
 def most_sequences_that_fit(config, model: torch.nn.Module, device: str, reserved: int) -> int:
-    """An upper bound of the sequences of a micro-step that fit into a GPU's free memory.
+    """An estimate of the sequences of a micro-step that fit into a GPU's free memory.
 
-    It holds for compiled models. An eager one takes up to three times as much: then the trial
+    It is that of a compiled model. An eager one takes up to three times as much: then the trial
     fails, and the micro-batch is halved. `reserved` bytes have to stay free.
     """
     vectors = model.kept_vectors
@@ -173,27 +176,42 @@ def time_micro_step(state, T: int, device: str, B: int, reserved: int = 0) -> fl
     bytes of memory are in use meanwhile.
     """
     block = torch.empty(reserved, dtype=torch.uint8, device=device)
-
-    # Two tensors, as in a step: for one that is both, torch.compile would make another graph.
-    x = torch.zeros(B, T, dtype=torch.int64, device=device)
-    y = torch.zeros(B, T, dtype=torch.int64, device=device)
-
-    if isinstance(state.ddp_model, DDP):
-        # A rank that runs out of memory must not leave the others waiting for its gradients.
-        # train_step sets this anew for each micro-step.
-        state.ddp_model.require_backward_grad_sync = False
     try:
         for _ in range(2):
             began = time.perf_counter()
-            with state.autocast:
-                _, loss = state.ddp_model(x, y)
-            loss.backward()
+            # A rank that runs out of memory must not leave the others waiting for its gradients.
+            trial_micro_step(state, T, device, B, exchange=False)
             next(state.model.parameters()).grad.sum().item()    # waits for a GPU
             seconds = time.perf_counter() - began
     finally:
         state.model.zero_grad(set_to_none=True)
         del block
     return seconds
+
+
+def trial_micro_step(state, T: int, device: str, B: int, exchange: bool) -> None:
+    """A forward and backward that trains nothing. `exchange`: DDP averages the gradients."""
+    # Two tensors, as in a step: for one that is both, torch.compile would make another graph.
+    x = torch.zeros(B, T, dtype=torch.int64, device=device)
+    y = torch.zeros(B, T, dtype=torch.int64, device=device)
+
+    if isinstance(state.ddp_model, DDP):
+        # train_step sets this anew for each micro-step.
+        state.ddp_model.require_backward_grad_sync = exchange
+    with state.autocast:
+        _, loss = state.ddp_model(x, y)
+    loss.backward()
+
+
+def settle_buckets(state, T: int, device: str, B: int) -> None:
+    """Has DDP make its buckets of gradients, which are final from the first step on.
+
+    DDP sorts the gradients into other buckets after it has averaged them once. With three ranks or
+    more the sum is rounded otherwise in another bucket: the first step of a resumed run would not
+    have the bits that it has in a whole run.
+    """
+    trial_micro_step(state, T, device, B, exchange=True)
+    state.model.zero_grad(set_to_none=True)
 
 
 def choose_micro_batch(
@@ -218,7 +236,12 @@ def choose_micro_batch(
     def trial(B):
         time_micro_step(state, config.sequence_length, process.device, B, reserved)
 
-    return largest_micro_batch(config, may_shrink, limit, schedule, process, trial)
+    B = largest_micro_batch(config, may_shrink, limit, schedule, process, trial)
+    if process.on_gpu:
+        torch.cuda.reset_peak_memory_stats()        # what the trials took is no need of the run
+    elif process.world_size > 1:
+        settle_buckets(state, config.sequence_length, process.device, B)
+    return B
 
 
 def largest_micro_batch(
@@ -234,6 +257,10 @@ def largest_micro_batch(
     limit = min(process.gather(limit))
     while True:
         B = largest_divisor(share, limit)
+        if B <= min(share, limit) // 4:
+            process.print0(f"micro-batches of {B} are slow: a step has {share} sequences a "
+                           f"process, of which {B} is the largest divisor up to {limit}. Choose a "
+                           f"--total_batch_size of a multiple of {limit} sequences a process")
         if not needs_trial:
             return B
 
@@ -264,8 +291,12 @@ def fits_in_memory(trial: Callable, B: int, may_shrink: bool, compiled: bool) ->
                 return False
             raise
         if compiled:
-            raise RunError(f"torch.compile fails on this machine ({brief_error(error)}): train "
-                           "with --no_compile") from None
+            remedy = "train with --no_compile"
+            if "failed to map segment" in str(error):
+                remedy = ("set TORCHINDUCTOR_CACHE_DIR to a folder from which the system lets "
+                          "programs run, because it does not from the usual one")
+            raise RunError(f"torch.compile fails on this machine ({brief_error(error)}): {remedy}"
+                           ) from None
         raise
 
 
@@ -295,47 +326,7 @@ def tune_malloc() -> None:
         libc.mallopt(parameter, value)
 
 
-def copy_later(tensor: torch.Tensor) -> Callable[[], list]:
-    """Starts to copy a small tensor to the CPU. Returns a function that returns its numbers.
-
-    That function waits for the copy, but not for work that the GPU has been given since. A tensor
-    on the CPU is not copied.
-    """
-    if not tensor.is_cuda:
-        numbers = tensor.tolist()           # on a Mac this waits for its GPU
-        return lambda: numbers
-
-    copy = tensor.to("cpu", non_blocking=True)              # into pinned memory
-    copied = torch.cuda.Event()
-    copied.record()
-
-    def wait():
-        copied.synchronize()
-        return copy.tolist()
-    return wait
-
-
 # ----------------------------------------------------------------------------- how fast devices are
-
-def mark_time(device: str) -> "torch.cuda.Event | float":
-    """A moment in the device's work, for seconds_between.
-
-    A GPU comes to it when it has done all that it was given before, whenever the CPU asks for it.
-    """
-    if device.startswith("cuda"):
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-    return time.perf_counter()
-
-
-def seconds_between(first, last) -> float:
-    """The seconds between two moments of mark_time. Waits until the GPU has come to the last."""
-    if isinstance(first, float):
-        return last - first
-    last.synchronize()
-    return first.elapsed_time(last) / 1000
-
 
 def choose_compile(config, model: torch.nn.Module, tokens_left: int, process) -> bool:
     """--compile, where it is "auto" by the length of the run. Says so where one would wonder."""

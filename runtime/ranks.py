@@ -4,8 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from datetime import timedelta
+from dataclasses import dataclass, field
 from inspect import signature
 
 import torch
@@ -13,7 +12,15 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from tqdm import tqdm
 
-from runtime.cli import RunError, UserError, discard, exit_code, print_error, safe_repr
+from runtime.cli import (
+    RunError,
+    UserError,
+    discard,
+    error_of_the_system,
+    exit_code,
+    print_error,
+    safe_repr,
+)
 
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")      # SIGUSR1 is Slurm's warning
 
@@ -30,6 +37,9 @@ class Process:
     world_size: int = 1
     device: str = "cpu"
     signal: str = ""            # the last one that asked this process to stop
+    machines: list = field(default_factory=list)    # the name of each rank's machine
+    addresses: list = field(default_factory=list)   # of each rank, [(host, port)]
+    rounds_differently: bool = False    # whether another rank has been found to; it was said
 
     @property
     def is_master(self) -> bool:
@@ -73,7 +83,7 @@ class Process:
         """Rank 0's value, on all ranks."""
         return self.gather(value)[0]
 
-    def seen_by_all(self, error: UserError | RunError) -> BaseException:
+    def error_on_rank0(self, error: UserError | RunError) -> BaseException:
         """What a rank raises for a mistake that all ranks have noticed: only rank 0 prints it."""
         if self.is_master:
             return error
@@ -91,7 +101,7 @@ class Process:
         except (UserError, RunError) as error:
             failure = error
         except OSError as error:
-            failure = UserError(str(error))
+            failure = error_of_the_system(error)
         except ModuleNotFoundError as error:
             failure = UserError(f"{error}: pip install {error.name}")
 
@@ -101,7 +111,7 @@ class Process:
             message = str(error)
             if rank > 0:
                 message = f"process {rank}: {message}"
-            raise self.seen_by_all(type(error)(message))
+            raise self.error_on_rank0(type(error)(message))
         return result
 
     def rank0_first(self, function, *args):
@@ -130,7 +140,7 @@ class Process:
             for name in of_master | of_rank:
                 found, expected = of_rank.get(name), of_master.get(name)
                 if found != expected:
-                    raise self.seen_by_all(error(
+                    raise self.error_on_rank0(error(
                         f"process {rank}: {name} is {safe_repr(found)}, but "
                         f"{safe_repr(expected)} on process 0: {remedy}"))
 
@@ -143,7 +153,7 @@ class Process:
         """
         return self.world_size == 1 and self.signal != ""
 
-    def progress(self, what: str, items: Iterable) -> Iterator:
+    def until_stopped(self, what: str, items: Iterable) -> Iterator:
         """The items. Raises Stopped before one of them if a signal asks this process to stop.
 
         Rank 0 shows a bar on a terminal if they take longer than ten seconds.
@@ -222,7 +232,7 @@ def die_with_torchrun() -> None:
         ctypes.CDLL(None).prctl(1, int(signal.SIGTERM))         # PR_SET_PDEATHSIG
 
 
-def say_who_is_missing(process: Process) -> None:
+def warn_without_torchrun(process: Process) -> None:
     """Without torchrun the others may never come: says how many, and where this process waits."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return
@@ -232,19 +242,9 @@ def say_who_is_missing(process: Process) -> None:
                 "torchrun, or one with `env -u WORLD_SIZE`")
 
 
-def shared_store(timeout: timedelta) -> dist.Store:
-    """The store by which the ranks find each other."""
-    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-
-    # torchrun's store outlives a restart (pytorch issue 135712). Without a prefix of its own a rank
-    # would read there the address of a dead one.
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"restart {restarts}", store)
-
-
 def ddp_options(process: Process) -> dict:
-    """The arguments of DDP, beside the model."""
-    options = {"gradient_as_bucket_view": True}         # no second copy of the gradients
+    """Those arguments of DDP that depend on the device and on torch's version."""
+    options = {}
     if process.on_gpu:
         options["device_ids"] = [process.device]
 

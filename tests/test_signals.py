@@ -197,17 +197,14 @@ def evaluated(byte_data, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name, code", [("SIGKILL", -signal.SIGKILL), ("SIGTERM", 0)])
-def test_what_stops_between_two_evaluations_of_a_step_makes_the_second_alone(
+def test_what_stops_between_two_evaluations_of_a_step_makes_both_again(
         name, code, evaluated, tmp_path):
-    """In HellaSwag, when the validation loss is recorded."""
     expected, flags = evaluated
     run(*flags, "--out", tmp_path, before=striking("HellaSwag", name, nth=2), code=code)
-    assert list(logged(tmp_path, "val")) == [0, 3]
-    assert list(logged(tmp_path, "hella")) == [0]
+    assert list(logged(tmp_path, "val")) == list(logged(tmp_path, "hella")) == [0]
 
     text = run(*flags, "--out", tmp_path).stdout
-    assert text.count("| validation loss") == 1
-    assert text.count("| HellaSwag accuracy") == 2
+    assert text.count("| validation loss") == text.count("| HellaSwag accuracy") == 2
     same_end(tmp_path, expected, 6)
 
 
