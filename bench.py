@@ -59,7 +59,7 @@ from runtime.hardware import (
 from runtime.files import read_text, reading, replace_file
 from runtime.plots import new_figure, short_count
 from runtime.recipe import BatchSchedule
-from runtime.shards import open_shard, write_shard
+from runtime.shards import count_tokens, write_shard
 from runtime.tokenizer import VOCAB_SIZE
 
 ROOT = Path(__file__).resolve().parent
@@ -745,7 +745,7 @@ def time_tokenizing(peers_script: str | None, text: Path) -> dict:
         seconds = time.perf_counter() - start
         if done.returncode != 0:
             return {"failed": why_it_failed(done)}
-        tokens = sum(len(open_shard(path)) for path in Path(out).rglob("*.npy"))
+        tokens = sum(count_tokens(path) for path in Path(out).rglob("*.npy"))
     return {"seconds": [seconds], "tokens": tokens}
 
 

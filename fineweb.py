@@ -36,7 +36,7 @@ from runtime.cli import FlagParser, UserError, check_range, run_command, user_pa
 from runtime.files import lock_folder, remove_leftovers
 from runtime.recipe import BatchSchedule, growing_batch
 from runtime.shards import (
-    file_sha256, list_shards, manifest_to_continue, open_shard, read_manifest, shard_names,
+    count_tokens, file_sha256, list_shards, manifest_to_continue, read_manifest, shard_names,
     unfinished, write_manifest, write_parts)
 from runtime.sources import (
     DOWNLOAD, FINEWEB, FINEWEB_EDU, HubDataset, LocalFiles, hub_errors, hub_names)
@@ -445,9 +445,9 @@ def next_command(out: Path, val: list[int], train: list[int]) -> str:
     if preset == "shakespeare":
         steps = steps_of_an_epoch(sum(train))
         command += f" --max_steps {steps}"
-        # With the preset's 50 a long run would validate for longer than it trains. Every 100 steps
+        # With the preset's 100 a long run would validate for longer than it trains. Every 100 steps
         # it has a checkpoint.
-        if steps > 400:
+        if steps > 1000:
             command += f" --val_every {math.ceil(steps / 1000) * 100}"
     if block_size < preset_block_size:
         command += f" --block_size {block_size}"
@@ -465,19 +465,22 @@ def steps_of_an_epoch(tokens: int) -> int:
         schedule = BatchSchedule(config.total_batch_size, steps, growing_batch(config))
         return schedule.tokens_before(steps)
 
-    # The first number of steps that reads them all, or the one before, if it is nearer.
+    # The first number of steps that reads them all. Where a step more means larger batches all the
+    # way, it reads far more than them: then the one before, if that is nearer.
     steps = bisect_left(range(2**32), tokens, lo=1, key=tokens_of_run)
-    if tokens - tokens_of_run(steps - 1) < tokens_of_run(steps) - tokens:
+    beyond = tokens_of_run(steps) - tokens
+    missing = tokens - tokens_of_run(steps - 1)
+    if beyond > max(missing, flags["total_batch_size"]):
         steps -= 1
     return max(100, steps)
 
 
 def print_summary(out: Path, empty_rows: int, val_only: bool) -> None:
     """What the folder has, what this call has left out, and the command that comes next."""
-    val = [len(open_shard(path)) for path in list_shards(out, "val")]
+    val = [count_tokens(path) for path in list_shards(out, "val")]
     train = []
     if not val_only:
-        train = [len(open_shard(path)) for path in list_shards(out, "train")]
+        train = [count_tokens(path) for path in list_shards(out, "train")]
     line = (f"{out}: {len(val) + len(train)} shards complete, {sum(val):,} tokens for validation "
             f"and {sum(train):,} for training")
     if empty_rows:

@@ -26,7 +26,7 @@ PRESETS = {
             recipe="frontier", data="data/shakespeare", out="log/shakespeare",
             n_layer=4, n_head=2, n_embd=256, block_size=1024,
             total_batch_size=2048, max_steps=200,
-            val_every=50, hellaswag_every=0, sample_every=100, sample_prompt="\n",
+            val_every=100, hellaswag_every=0, sample_every=100, sample_prompt="\n",
             checkpoint_every=100,
         ),
     ),

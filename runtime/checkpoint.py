@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.cli import RunError, UserError, unexpected
-from runtime.files import checkpoints, reading
+from runtime.files import checkpoints, is_there, reading
 from runtime.optimizers import CombinedOptimizer
 from runtime.recipe import BatchSchedule
 from runtime.weights import find_checkpoint, model_from_checkpoint, read_checkpoint
@@ -66,7 +66,7 @@ def choose_checkpoint(flags) -> Path | None:
 
     path = find_checkpoint(flags.resume)
     if newest is None:
-        if path is None or not path.exists():
+        if path is None or not is_there(path):
             raise UserError(f"--resume {flags.resume} is neither a checkpoint nor a run's folder: "
                             "check the path, or start a new run from a model's weights with --init")
         return path
@@ -82,11 +82,13 @@ def choose_checkpoint(flags) -> Path | None:
 
 
 def start_from_checkpoint(path: Path, flags, models: dict) -> Start:
-    if not path.exists():                       # rank 0 has found it
-        raise UserError(f"{path} is not on this machine: put --out on a file system that all "
-                        "machines share")
     remedy = remedy_for(path, flags)
-    checkpoint = read_checkpoint(path, remedy)
+    try:
+        checkpoint = read_checkpoint(path, remedy)
+    except FileNotFoundError:
+        # Rank 0 has found it, perhaps on another machine.
+        raise RunError(f"{path} was listed and is not there: check the disk or the mount, which "
+                       "all machines have to share; the same command goes on") from None
     with reading_run_state(path, remedy):
         model = model_from_checkpoint(checkpoint, path, models, remedy)
         for name in ("step", "tokens"):
@@ -138,15 +140,17 @@ def restore(
 ) -> None:
     """Loads everything but the weights: the position in the data, the moments, float16's scale.
 
-    UserError if the run was trained on other shards than those of --data, by their content.
+    UserError if the run has used other shards than those of --data, by their content.
     """
     checkpoint = start.checkpoint
     with reading_run_state(start.path, start.remedy):
-        trained_on = contents_of(checkpoint["data"]["train"])
-        if trained_on != contents_of(data.train.fingerprint):
-            raise UserError(f"{start.path} was trained on other shards than those in --data: "
-                            "restore the shards, or start a new run from its weights with --init "
-                            f"{start.path} --out ANOTHER")
+        for split, shards in data.fingerprints().items():
+            # A run without validations has recorded no shards of them.
+            recorded = checkpoint["data"].get(split, shards)
+            if contents_of(recorded) != contents_of(shards):
+                raise UserError(f"{start.path} has used other {split} shards than those in --data: "
+                                "restore the shards, or start a new run from its weights with "
+                                f"--init {start.path} --out ANOTHER")
         schedule.resume(start.step, checkpoint["tokens"])
 
         for name, p in start.model.named_parameters():
@@ -254,11 +258,51 @@ def weights_digest(model: torch.nn.Module) -> int:
     return torch.stack(sums).sum().item()
 
 
-def require_same_weights(model: torch.nn.Module, process) -> None:
-    """RunError on all ranks if one of them has other weights."""
-    process.require_same(
-        {"the checksum of the weights": weights_digest(model)},
-        "the processes have drifted apart since the last checkpoint", RunError)
+def keep_together(model: torch.nn.Module, optimizer: CombinedOptimizer, process) -> None:
+    """Gives all ranks the weights and moments of rank 0, if theirs differ by rounding.
+
+    A CPU or GPU of another kind rounds otherwise. RunError if weights differ by more.
+    """
+    if len(set(process.gather(weights_digest(model)))) == 1:
+        return
+
+    # Rounding made 5e-6 in 2,000 steps, and grows with their square root. A step with another
+    # gradient makes 1e-2.
+    differences = [take_from_rank_0(p.detach(), p) for p in model.parameters()]
+    of_ranks = torch.tensor(process.gather(max(differences)))
+    rank = int(of_ranks.argmax())
+    largest = of_ranks[rank].item()
+    if largest > 1e-4:
+        raise process.error_on_rank0(RunError(
+            f"process {rank} has drifted apart since the last checkpoint: its weights differ from "
+            f"those of process 0 by {largest:.1e} of the largest one"))
+
+    # What only one rank has needs no other.
+    for p, own_optimizer in optimizer.optimizer_of.items():
+        if p not in optimizer.owner:
+            for value in own_optimizer.state.get(p, {}).values():
+                if torch.is_tensor(value):
+                    take_from_rank_0(value, p)
+
+    if not process.rounds_differently:
+        process.rounds_differently = True
+        process.print0(f"the processes round differently (weights differ by {largest:.1e} of the "
+                       "largest one): at each checkpoint all take those of process 0")
+
+
+def take_from_rank_0(tensor: torch.Tensor, p: torch.Tensor) -> float:
+    """Gives the tensor, which is p or part of its state, the values that it has on rank 0.
+
+    Returns how far apart the two were, by the largest value on rank 0.
+    """
+    of_rank_0 = send_to_all(tensor, 0, p.device).to(tensor.device)
+    difference = (tensor - of_rank_0).abs().max().item()
+    tensor.copy_(of_rank_0)
+    if difference == 0:
+        return 0.0
+    if math.isnan(difference):
+        return math.inf
+    return difference / max(of_rank_0.abs().max().item(), 1e-30)
 
 
 def host_copy(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -16,7 +16,12 @@ __version__ = "0.1.0"       # of the project; CHANGELOG.md says what changed
 MODEL_HELP = ("A checkpoint (of this project, nanoGPT or build-nanogpt), the folder of a run (its "
               "newest checkpoint), FOLDER/best (the checkpoint with the lowest validation loss), a "
               "folder in the Hugging Face format, or a name on the Hugging Face hub")
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+# What the system says of a path that was typed wrongly, or that is not for this user.
+WRONG_PATH = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG,
+              errno.ELOOP, errno.EACCES, errno.EPERM, errno.EROFS)
+# What it says where something else than the disk fails, or than the connection to it.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
 
 class UserError(Exception):
@@ -24,7 +29,25 @@ class UserError(Exception):
 
 
 class RunError(Exception):
-    """The run itself failed (exit code 1)."""
+    """The run itself failed, or the system did (exit code 1)."""
+
+
+def error_of_the_system(error: OSError) -> UserError | RunError:
+    """What the system says, as an error of ours: of a path that is wrong, or of a disk that fails.
+
+    With a file's name an error is about that file: whoever reads or writes one puts the name in.
+    """
+    if error.filename is None or error.errno in NO_ROOM:
+        return RunError(str(error))
+    if error.errno in WRONG_PATH:
+        return UserError(str(error))
+    return RunError(f"{error}: check the disk or the mount; the same command goes on")
+
+
+def vanished(path: str | Path) -> RunError:
+    """The error of a file that was in a folder's list a moment ago."""
+    return RunError(f"{path} was listed and is not there: check the disk or the mount; the same "
+                    "command goes on")
 
 
 # ----------------------------------------------------------------------------- flags
@@ -214,11 +237,10 @@ def run_command(main: Callable[[], int | None]) -> None:
         print_error(f"{error}: pip install {error.name}")
         code = 2
     except OSError as error:
-        code = 2
-        if error.filename is None or error.errno in NO_ROOM:
-            code = 1
+        told = error_of_the_system(error)
+        code = exit_code(told)
         if not isinstance(error, BrokenPipeError):              # `... | head` has read enough
-            print_error(own_mistake(error))
+            print_error(own_mistake(told))
         if error.filename is None:                              # stdout takes no more
             discard(sys.stdout)
     except Exception:                           # a bug

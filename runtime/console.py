@@ -19,7 +19,7 @@ from runtime.hardware import (
     peak_flops,
     peak_memory,
 )
-from runtime.metrics import lowest
+from runtime.metrics import Metrics
 from runtime.recipe import BatchSchedule
 
 DAY = 24 * 60 * 60          # seconds
@@ -52,10 +52,10 @@ class StepLog:
         self.process = process
         self.schedule = schedule
         self.flops_per_token = flops_per_token
-        # One number for each step.
-        self.losses = array("d")
-        self.seconds = array("d")
-        self.seconds_per_token = array("d")
+        # One number for each step, in 4 bytes.
+        self.losses = array("f")
+        self.seconds = array("f")
+        self.seconds_per_token = array("f")
 
     def step(self, step: int, loss: float, norm: float, lr: float, dt: float) -> None:
         """`dt`: the seconds that the step took."""
@@ -79,7 +79,7 @@ class StepLog:
             parts.append(f"mfu {mfu:.0%}")
 
         # The first step tells nothing about the others: it may still compile and allocate.
-        recent = self.seconds_per_token[1:][-RECENT_STEPS:]
+        recent = self.seconds_per_token[max(1, len(self.seconds) - RECENT_STEPS):]
         if recent:
             left = self.schedule.tokens_left(step + 1) * statistics.median(recent)
             parts.append(f"{clock(left)} left")
@@ -105,7 +105,10 @@ def print_header(config, process, data, model, schedule: BatchSchedule, start: S
     how = "eager"
     if c.compile:
         how = "torch.compile"
-    say(f"{counted(process.world_size, 'process')} on {process.device} "
+    machines = ""
+    if process.machines:                        # of several processes
+        machines = f" ({counted(len(set(process.machines)), 'machine')})"
+    say(f"{counted(process.world_size, 'process')}{machines} on {process.device} "
         f"({device_name(process.device)}), {c.dtype}, {how}, attention {c.attention}, torch "
         f"{torch.__version__}")
 
@@ -217,10 +220,7 @@ def print_summary(run, step: int, stopped: bool) -> None:
             f"peak memory {memory / 1e9:.1f} GB")
 
     if stopped:
-        cause = process.signal
-        if not cause:
-            cause = "a signal"                  # another rank received it
-        say(f"stopped by {cause} after {step} of {config.max_steps} steps. "
+        say(f"stopped by {signals_received(process)} after {step} of {config.max_steps} steps. "
             f"{run.output.what_resumes()}")
     elif config.overfit:
         print_overfit(process, log.losses)
@@ -231,20 +231,33 @@ def print_summary(run, step: int, stopped: bool) -> None:
             files.append("checkpoints")
         say(f"done: {step} steps; {config.out} has {', '.join(files)}")
         if process.is_master and checkpoints(config.out):
-            print_best(config, process, run.data, run.output.rows)
+            print_best(config, process, run.data, run.output.metrics)
 
 
-def print_best(config, process, data, rows: list[dict]) -> None:
+def signals_received(process) -> str:
+    """'SIGTERM', or of several ranks 'SIGTERM (process 3 on node2)'."""
+    signals = process.gather(process.signal)
+    if process.world_size == 1:
+        return signals[0]
+    ranks = [rank for rank, signal in enumerate(signals) if signal]
+    first, *others = ranks
+    where = f"process {first} on {process.machines[first]}"
+    if others:
+        where += f" and {counted(len(others), 'other')}"
+    return f"{signals[first]} ({where})"
+
+
+def print_best(config, process, data, metrics: Metrics) -> None:
     """The best checkpoint of the run, and the command that samples from it."""
     saved = dict(checkpoints(config.out))
-    best = lowest(rows, saved)
+    best = metrics.lowest(saved)
     model = config.out
     if best:
         loss, step = best
-        first_loss = rows[0]["val"]
+        first_step, first_loss = metrics.measured("val", over="step")[0]
         at_first = ""
-        if first_loss is not None:
-            at_first = f", {first_loss:.4f} at step {rows[0]['step']}"
+        if first_step < step:
+            at_first = f", {first_loss:.4f} at step {first_step:.0f}"
             if first_loss < loss:
                 at_first += "; training has raised the loss: lower --max_lr"
         process.print0(f"best checkpoint: {saved[step]}, validation loss "

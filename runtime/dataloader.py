@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from runtime.cli import UserError
+from runtime.cli import UserError, vanished
 from runtime.files import reading
 from runtime.recipe import BatchSchedule
-from runtime.shards import list_shards, open_shard, read_shard, unfinished
+from runtime.shards import count_tokens, list_shards, read_shard, unfinished
 from runtime.tokenizer import VOCAB_SIZE, encode, token_lengths
 
 INPUT_TXT = Path(__file__).resolve().parent.parent / "input.txt"
@@ -36,9 +36,12 @@ def stable_permutation(n: int, *key: int) -> np.ndarray:
     return np.argsort(generator.random_raw(n), kind="stable")
 
 
-def digest(tokens: np.ndarray) -> str:
-    """16 hexadecimal digits that tell shards apart: of the SHA-256 of their two ends."""
-    ends = np.concatenate((tokens[:DIGEST_TOKENS], tokens[-DIGEST_TOKENS:]))
+def digest(first: np.ndarray, last: np.ndarray) -> str:
+    """16 hexadecimal digits that tell shards apart: of the SHA-256 of their two ends.
+
+    `first` begins and `last` ends like the shard.
+    """
+    ends = np.concatenate((first[:DIGEST_TOKENS], last[-DIGEST_TOKENS:]))
     return hashlib.sha256(ends).hexdigest()[:16]
 
 
@@ -87,9 +90,17 @@ class TokenDataset:
     def _fingerprint(self, i):
         """[name, number of tokens, digest] of shard i."""
         shard = self.shards[i]
-        tokens = shard if isinstance(shard, np.ndarray) else open_shard(shard)
-        self._check_ids(i, tokens[:SAMPLE_TOKENS])      # _sequences checks all of them
-        return [Path(self.names[i]).name, len(tokens), digest(tokens)]
+        if isinstance(shard, np.ndarray):
+            length, first, last = len(shard), shard, shard
+        else:
+            try:
+                length = count_tokens(shard)
+            except FileNotFoundError:                   # it was in the list
+                raise vanished(shard) from None
+            first = read_shard(shard, 0, SAMPLE_TOKENS)
+            last = read_shard(shard, max(0, length - DIGEST_TOKENS))
+        self._check_ids(i, first[:SAMPLE_TOKENS])       # _sequences checks all of them
+        return [Path(self.names[i]).name, length, digest(first, last)]
 
     def _check_ids(self, i, tokens):
         largest = tokens.max(initial=0)
@@ -109,7 +120,7 @@ class TokenDataset:
         """Reads shard i: its sequences as rows (count_i, T+1), and their order in this epoch."""
         shard = self.shards[i]
         tokens = shard if isinstance(shard, np.ndarray) else read_shard(shard)
-        if [len(tokens), digest(tokens)] != self.fingerprint[i][1:]:
+        if [len(tokens), digest(tokens, tokens)] != self.fingerprint[i][1:]:
             raise UserError(f"{self.names[i]} changed during the run: restore the file, then run "
                             "the same command again")
         self._check_ids(i, tokens)

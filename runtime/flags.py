@@ -1,6 +1,7 @@
 """Reads, merges, completes and checks the flags of train_gpt2.py, which config.py has."""
 import argparse
 import dataclasses
+import os
 import textwrap
 from collections.abc import Callable
 from itertools import groupby
@@ -229,7 +230,8 @@ def add_flag(group, f: dataclasses.Field, recipes: dict[str, Recipe]) -> None:
         parse = value_parser(f.type, f.metadata.get("word"))
         options.update(type=parse, metavar=parse.__name__.upper())
         if f.metadata.get("is_path"):
-            options.update(type=user_path, metavar="PATH")
+            # An empty path is a mistake, but where it is the default.
+            options.update(type=user_path if f.default else os.path.expanduser, metavar="PATH")
         if "bare" in f.metadata:
             options.update(nargs="?", const=f.metadata["bare"])
         group.add_argument(f"--{f.name}", **options)

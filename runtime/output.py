@@ -1,4 +1,5 @@
 """The folder --out of a run: metrics.csv, checkpoints, loss.png; and Weights & Biases."""
+import itertools
 import math
 import os
 import time
@@ -7,26 +8,33 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
 from runtime.checkpoint import Start, choose_checkpoint, is_finite
-from runtime.cli import RunError, UserError, brief_error, print_error
+from runtime.cli import RunError, UserError, brief_error, error_of_the_system, print_error
 from runtime.files import (
+    RUN_LOCK,
     checkpoints,
+    is_there,
     lock_folder,
+    naming,
     read_text,
+    reading,
     remove_leftovers,
     replace_file,
     sync,
     what_resumes,
 )
-from runtime.metrics import FORMATS, HEADER, as_written, lowest, read_metrics, row_line
+from runtime.metrics import FORMATS, HEADER, REMEDY, Metrics, read_lines
+from runtime.network import store_of_torchrun
 from runtime.plots import plot_run
 
 # What a run writes beside its checkpoints.
 RUN_FILES = ("metrics.csv", "loss.png", "wandb_id")
 PICTURE_SECONDS = 60.0          # at least, between two pictures of a run
+CACHED_SECONDS = 60.0           # after them other machines see a new file on a network's disk
 
 
 class Output:
@@ -41,15 +49,16 @@ class Output:
         self.process = process
         self.tokens_before = tokens_before      # step -> the tokens of all steps before it
         self.out = Path(config.out)
-        self.rows = []                  # of metrics.csv
-        self.row_is_open = False        # whether the last one is not in the file yet
-        self.table = None               # metrics.csv, open for writing; None: nothing is written
-        self.lock = None
+        self.lock = None                # the locked file; None: nothing is written
+        self.metrics = Metrics()
+        self.table = None               # metrics.csv, where it is open for writing
+        self.row = None                 # {column: text} of the last row, until it is in the file
         self.wandb = None
         self.picture_due = 0.0          # when draw_losses may make the next loss.png
 
         self.executor = ThreadPoolExecutor(1, "checkpoint")
         self.pending = None             # the Future of the checkpoint that is being written
+        self.extras = set()             # steps saved for their loss alone, beside the periods
 
     def open(self, start: Start) -> None:
         """Locks the folder, and opens metrics.csv where the run begins or continues.
@@ -59,7 +68,7 @@ class Output:
         if not self.config.out or not self.process.is_master:
             return
 
-        self.lock = lock_folder(self.out)
+        self.lock = lock_run(self.out, store_of_torchrun())
         if choose_checkpoint(self.config) != start.path:
             # The other run saved a checkpoint after this one had chosen where to begin.
             raise RunError(f"another run has just ended in {self.out}: run the same command again")
@@ -67,26 +76,64 @@ class Output:
         if not checkpoints(self.out):
             keep_aside(self.out, self.process.print0)
 
-        # A row at the step where the run resumes stays open for what that step measures.
-        self.rows = rows_before(self.out / "metrics.csv", start.step)
-        self.row_is_open = bool(self.rows) and self.rows[-1]["step"] == start.step
-        complete = self.rows[:len(self.rows) - self.row_is_open]
-        text = "".join(f"{line}\n" for line in [HEADER, *map(row_line, complete)])
-        replace_file(self.out / "metrics.csv", lambda file: file.write(text.encode()))
-        self.table = open(self.out / "metrics.csv", "a", newline="\n")
+        self.continue_metrics(start.step)
         if self.config.wandb:
             self.wandb = open_wandb(self.out.resolve(), vars(self.config), resumes=start.step > 0)
 
+    def warn_unless_shared(self) -> None:
+        """Warns if other machines do not see the folder in which rank 0 writes: none could resume.
+
+        All ranks call it, after `open`. On a network file system it may take CACHED_SECONDS.
+        """
+        machines = self.process.machines
+        if not self.config.out or len(set(machines)) <= 1:
+            return
+        name = self.process.from_master(self.lock and Path(self.lock.name).name)
+        seen = self.process.gather(wait_for(name, self.out, CACHED_SECONDS))
+        blind = {machine for machine, sees in zip(machines, seen, strict=True) if not sees}
+        if blind and self.process.is_master:
+            print_error(f"warning: {self.out} is another folder on {', '.join(sorted(blind))}: "
+                        "put --out on a file system that all machines share, or the run may not "
+                        "resume")
+
     # ------------------------------------------------------------------------- metrics.csv
+
+    def continue_metrics(self, step: int) -> None:
+        """Makes metrics.csv anew, with the rows that it has of the steps before `step`.
+
+        A row of `step` is open then, in memory, for what else the step will measure.
+        """
+        self.close_table()
+        path = self.out / "metrics.csv"
+        self.metrics = Metrics()
+        lines = {}
+        if step > 0 and is_there(path):
+            with reading(path, REMEDY):
+                lines = {s: line for s, line in read_lines(path).items() if s <= step}
+                for line in lines.values():
+                    self.metrics.add_line(line)
+        elif checkpoints(self.out):
+            self.process.print0(
+                f"{self.out} has checkpoints, but no metrics.csv with their validation losses: the "
+                f"checkpoints up to step {step} stay, because one of them may be the best")
+
+        if lines.pop(step, None):
+            # Its evaluations stay. The step itself will be trained again.
+            for name in ("train", "lr", "norm", "tokens_per_second"):
+                self.metrics.set(name, math.nan)
+            cells = self.metrics[-1].items()
+            self.row = {name: format(v, FORMATS[name]) for name, v in cells if v is not None}
+        lines = itertools.chain([HEADER], lines.values())
+        replace_file(path, lambda file: file.writelines(f"{line}\n".encode() for line in lines))
 
     @property
     def seconds(self) -> float:
         """The time of all steps so far."""
         # The `seconds` of a row do not include its own step. If that was trained, its time is added
         # here: its tokens divided by its rate.
-        if not self.rows:
+        if not self.metrics:
             return 0.0
-        last = self.rows[-1]
+        last = self.metrics[-1]
         rate = last["tokens_per_second"]
         if rate is None:
             return last["seconds"]
@@ -94,36 +141,65 @@ class Output:
         return last["seconds"] + tokens / rate
 
     def add(self, step: int, **cells: float) -> None:
-        """Records cells of the row of `step`: val and hella, and then those of its training.
+        """Records cells of the row of `step`: those of its evaluations, then those of its training.
 
-        The row is written when it has them all, so that a kill leaves no half of one.
+        The row is written when it has them all, so that a kill leaves no half of one; or before, if
+        a checkpoint of the step is saved.
         """
-        if self.table is None:
+        if self.lock is None:
             return
-        if not self.rows or self.rows[-1]["step"] != step:
-            self.end_row()
-            row = dict.fromkeys(FORMATS)
-            row.update(step=step, tokens=self.tokens_before(step), seconds=self.seconds)
-            self.rows.append(row)
-        for name, value in cells.items():
-            self.rows[-1][name] = as_written(name, value)
-        self.row_is_open = True
-        if "train" in cells:
-            self.end_row()
         if self.wandb:
             self.wandb.log(cells, step=step)
+        if self.has_row(step) and self.row is None:
+            # Not by a truncate, which not all file systems have: s3fs would keep both rows.
+            self.continue_metrics(step)
+        if not self.has_row(step):
+            self.end_row()
+            cells = dict(step=step, tokens=self.tokens_before(step), seconds=self.seconds) | cells
+            self.metrics.add_row()
+            self.row = {}
+        for name, value in cells.items():
+            self.row[name] = format(value, FORMATS[name])
+            self.metrics.set(name, float(self.row[name]))
+        if "train" in cells:
+            self.end_row()
 
     def was_evaluated(self, step: int) -> bool:
         """Whether the last row is that of this step, and has its evaluations."""
-        if not self.rows or self.rows[-1]["step"] != step:
+        if not self.has_row(step):
             return False
-        return self.rows[-1]["val"] is not None or self.rows[-1]["hella"] is not None
+        last = self.metrics[-1]
+        return last["val"] is not None or last["hella"] is not None
+
+    def has_row(self, step: int) -> bool:
+        """Whether the last row is that of this step."""
+        return len(self.metrics) > 0 and self.metrics[-1]["step"] == step
+
+    def is_lowest(self, step: int) -> bool:
+        """Whether the validation loss of this step is the lowest of the run so far."""
+        best = self.metrics.lowest()
+        return best is not None and best[1] == step
 
     def end_row(self) -> None:
         """Writes the last row, if it is not in the file yet."""
-        if self.row_is_open:
-            print(row_line(self.rows[-1]), file=self.table, flush=True)
-        self.row_is_open = False
+        if self.row is None:
+            return
+        line = ",".join(self.row.get(name, "") for name in FORMATS)
+        path = self.out / "metrics.csv"
+        with naming(path):
+            if self.table is None:
+                # Not "a", which would begin a new file where the disk with this one is away.
+                self.table = open(path, "r+", newline="\n")
+                self.table.seek(0, os.SEEK_END)
+            print(line, file=self.table, flush=True)
+        self.row = None
+
+    def close_table(self) -> None:
+        """Puts metrics.csv onto the disk. What mounts a bucket uploads a file when it is closed."""
+        table, self.table = self.table, None
+        if table:
+            with naming(table.name), table:
+                sync(table.fileno())
 
     def draw_losses(self, last: bool = False) -> None:
         """Draws loss.png, at most once in PICTURE_SECONDS, and at the end (`last`).
@@ -132,14 +208,15 @@ class Output:
         """
         never_again = self.picture_due == math.inf
         too_early = time.monotonic() < self.picture_due
-        if self.table is None or never_again or (too_early and not last):
+        if self.lock is None or never_again or (too_early and not last):
             return
 
         path = self.out / "loss.png"
         c = self.config
         self.picture_due = time.monotonic() + PICTURE_SECONDS
         try:
-            plot_run(self.rows, path, f"{c.recipe}, {c.n_layer} layers of width {c.n_embd}")
+            title = f"{c.recipe}, {c.n_layer} layers of width {c.n_embd}"
+            plot_run(self.metrics, path, title)
         except Exception as error:
             # matplotlib raises all kinds of errors, and no run should end by a picture.
             print_error(f"warning: {path} was not drawn ({brief_error(error)})")
@@ -155,31 +232,46 @@ class Output:
         is raised by the next call, or by finish_save. RunError if a tensor is not finite.
         """
         self.finish_save()
-        self.end_row()
 
         # After a loss of power no checkpoint may be newer than the record that it continues.
-        sync(self.table.fileno())
+        self.end_row()
+        self.close_table()
 
-        # The best step is the best one of those that have a file.
-        best = lowest(self.rows, dict(checkpoints(self.out)))
-        best_step = None
-        if best:
-            _, best_step = best
-        self.pending = self.executor.submit(self._write, content, best_step)
+        old = self.superfluous_after(content["step"])
+        self.pending = self.executor.submit(self._write, content, old)
         if self.process.device == "cpu":
             self.finish_save()
 
-    def _write(self, content, best_step):
+    def superfluous_after(self, step: int) -> list[Path]:
+        """The checkpoints to remove when the one of `step` is there."""
+        if self.is_lowest(step):
+            # At the periods a checkpoint comes before the evaluation, when its loss is not known.
+            self.extras.add(step)
+
+        saved = dict(checkpoints(self.out))
+        counted = [s for s in sorted({step, *saved}) if s not in self.extras]
+        if self.config.keep_checkpoints != "all":
+            counted = counted[-self.config.keep_checkpoints:]
+        kept = {step, *counted}
+
+        # The best of those that have a file.
+        best = self.metrics.lowest({step, *saved})
+        if best:
+            kept.add(best[1])
+
+        # Before the first row no losses are known: an earlier metrics.csv has been lost.
+        first_row = step
+        if self.metrics:
+            first_row = self.metrics[0]["step"]
+        return [path for s, path in saved.items() if s not in kept and s > first_row]
+
+    def _write(self, content, old):
         began = time.perf_counter()
         path = self.out / f"checkpoint_{content['step']:06d}.pt"
         refuse_non_finite(content, path)
         save_atomically(path, content)
-
-        keep = self.config.keep_checkpoints
-        if keep != "all":
-            for step, old in checkpoints(self.out)[:-keep]:
-                if step != best_step:
-                    old.unlink()
+        for superfluous in old:
+            superfluous.unlink(missing_ok=True)
         self.process.print0(f"saved {path} in {time.perf_counter() - began:.1f} s")
 
     def finish_save(self) -> None:
@@ -218,33 +310,48 @@ class Output:
 
         # What ends a run gets a sentence about how it goes on.
         if isinstance(error, UserError | RunError | OSError) and self.config.out:
-            text = f"{error}. {what_resumes(self.out)}"
-            if isinstance(error, OSError) and error.filename is None:
-                text = f"{self.out} cannot be written: {text}"
-            if isinstance(error, UserError):
-                raise UserError(text) from None
-            raise RunError(text) from None
+            if isinstance(error, OSError):
+                error = RunError(str(error_of_the_system(error)))
+            raise type(error)(f"{error}. {what_resumes(self.out)}") from None
 
 
-def rows_before(path: Path, step: int) -> list[dict]:
-    """The rows of a metrics.csv that a run keeps if it resumes at `step`."""
-    if step == 0 or not path.exists():
-        return []
-    rows = [row for row in read_metrics(path) if row["step"] <= step]
-    if rows and rows[-1]["step"] == step:
-        # Its evaluations stay; the step itself will be trained again.
-        rows[-1].update(train=None, lr=None, norm=None, tokens_per_second=None)
-    return rows
+def lock_run(out: Path, store) -> BinaryIO:
+    """lock_folder, of the folder of a run.
+
+    RunError where torchrun has restarted the ranks and the folder has lost their lock, as if a
+    mount had ended: they would begin anew, on the disk below. `store` is torchrun's, which outlives
+    a restart, or None.
+    """
+    key = f"{out} has been locked"
+    if store and store.check([key]) and not is_there(out / RUN_LOCK):
+        raise RunError(f"{out} has lost the run that was there before torchrun restarted it: check "
+                       "the disk or the mount; the same command goes on")
+    lock = lock_folder(out)
+    if store:
+        store.set(key, "yes")
+    return lock
+
+
+def wait_for(name: str, folder: Path, seconds: float) -> bool:
+    """Whether the folder has this file, now or within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while True:
+        with suppress(OSError):                 # the folder is not there
+            if name in os.listdir(folder):      # unlike exists(), asks a network file system anew
+                return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.5)
 
 
 def keep_aside(out: Path, say: Callable[[str], None]) -> None:
     """Gives the files of a run that left no checkpoint in `out` another name."""
-    left = [out / name for name in RUN_FILES if (out / name).exists()]
+    left = [out / name for name in RUN_FILES if is_there(out / name)]
     if not left:
         return
 
     number = 1
-    while any(numbered(path, number).exists() for path in left):
+    while any(is_there(numbered(path, number)) for path in left):
         number += 1
     for path in left:
         os.rename(path, numbered(path, number))
@@ -295,7 +402,7 @@ def open_wandb(out: Path, config: dict, resumes: bool):
     import wandb
 
     path = out / "wandb_id"
-    if not resumes or not path.exists():
+    if not resumes or not is_there(path):
         replace_file(path, lambda file: file.write(uuid.uuid4().hex.encode()))
     wandb.init(name=out.name, config=config, id=read_text(path), resume="allow")
     return wandb

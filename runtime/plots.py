@@ -1,9 +1,9 @@
-"""OUT/loss.png, from the rows of metrics.csv; and what the pictures of bench.py share with it."""
+"""OUT/loss.png, drawn from metrics.csv; and what the pictures of bench.py share with it."""
 import logging
-import math
 from pathlib import Path
 
 from runtime.files import replace_file
+from runtime.metrics import Metrics
 
 EVALUATION = dict(color="#1f4e9c", marker="o", markersize=3)
 # column of metrics.csv: (label of the y axis, name of the curve, its style)
@@ -32,23 +32,15 @@ def short_count(n: float, _position=None) -> str:
     return f"{n:g}"
 
 
-def finite_points(rows: list[dict], column: str) -> list[tuple[float, float]]:
-    """[(tokens, value)] of a column, where there is a value that can be drawn."""
-    points = []
-    for row in rows:
-        value = row[column]
-        if value is not None and math.isfinite(value):
-            points.append((row["tokens"], value))
-    return points
+def plot_run(metrics: Metrics, path: Path, title: str) -> None:
+    """Draws the losses and HellaSwag of a run against tokens, into the .png `path`.
 
-
-def plot_run(rows: list[dict], path: Path, title: str) -> None:
-    """Draws the losses and HellaSwag in the rows of a metrics.csv against tokens, into the .png
-    `path`. Draws nothing if there is no number among them."""
+    Draws nothing if there is no number among them.
+    """
     # Curves with the same label of the y axis share a panel: {label: {column: points}}.
     panels = {}
     for column, (label, _, _) in CURVES.items():
-        points = finite_points(rows, column)
+        points = metrics.measured(column)
         if points:
             panels.setdefault(label, {})[column] = points
     if not panels:

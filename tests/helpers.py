@@ -379,7 +379,7 @@ def contents(folder):
 
 def _rows_without_times(out):
     from runtime.metrics import read_metrics
-    rows = read_metrics(Path(out) / "metrics.csv")
+    rows = list(read_metrics(Path(out) / "metrics.csv"))
     for row in rows:
         del row["seconds"], row["tokens_per_second"]
     return rows

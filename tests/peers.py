@@ -12,6 +12,7 @@ from config import Config
 from model import GPT, GPTConfig
 from runtime.console import StepLog
 from runtime.dataloader import Data, TokenDataset
+from runtime.metrics import Metrics
 from runtime.ranks import Process
 from runtime.recipe import BatchSchedule
 from runtime.tokenizer import EOT
@@ -73,6 +74,17 @@ class Batches:
         return part[:, :-1], part[:, 1:]
 
 
+def metrics_of(rows):
+    """The Metrics of rows, which are {column: number, or None where the cell is empty}."""
+    metrics = Metrics()
+    for row in rows:
+        metrics.add_row()
+        for name, value in row.items():
+            if value is not None:
+                metrics.set(name, value)
+    return metrics
+
+
 class Record:
     """In the place of an Output: its rows, and for each picture whether it is the last one."""
 
@@ -87,6 +99,14 @@ class Record:
 
     def was_evaluated(self, step):
         return any(row["step"] == step and ("val" in row or "hella" in row) for row in self.rows)
+
+    @property
+    def metrics(self):
+        return metrics_of(self.rows)
+
+    def is_lowest(self, step):
+        best = self.metrics.lowest()
+        return best is not None and best[1] == step
 
     def draw_losses(self, last=False):
         self.pictures.append(last)

@@ -1,5 +1,8 @@
 """runtime/checkpoint.py: where a run begins, what it takes from a checkpoint, what one holds."""
+import errno
+import os
 import shutil
+import zipfile
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -457,6 +460,43 @@ def test_of_a_damaged_checkpoint_that_resume_names_the_one_before_it_is_named(
             a_copy / "checkpoint_000002.pt", "another checkpoint with --resume")
 
 
+def test_a_checkpoint_that_was_listed_and_is_not_there_is_the_disks_failure(a_copy, header):
+    path = a_copy / "checkpoint_000005.pt"
+    path.symlink_to(a_copy / "nowhere")             # as a mount with an old list of its files
+    line = refused(lambda: header("--out", a_copy), path, "the mount", failed=True)
+    assert "remove" not in line
+
+
+def test_a_zip_that_cannot_be_read_to_its_end_is_not_called_damaged(a_copy, header, monkeypatch):
+    def fail(path):
+        hidden = zipfile.BadZipFile("File is not a zip file")
+        hidden.__context__ = OSError(errno.EIO, "Input/output error")
+        raise hidden
+
+    monkeypatch.setattr(zipfile, "ZipFile", fail)
+    path = a_copy / "checkpoint_000004.pt"
+    line = refused(lambda: header("--out", a_copy), path, "Input/output error", failed=True)
+    assert "remove" not in line
+
+
+@pytest.mark.parametrize("flag", ["--out", "--resume", "--init"])
+def test_a_mount_that_is_away_is_told_as_that(flag, header, tmp_path, monkeypatch):
+    """os.path.exists says of it that it is not there."""
+    stat, listdir = os.stat, os.listdir
+
+    def away(call):
+        def fail(path, *arguments, **options):
+            if str(path).startswith(f"{tmp_path}/mount"):
+                raise OSError(errno.ENOTCONN, "not connected", str(path))
+            return call(path, *arguments, **options)
+        return fail
+
+    monkeypatch.setattr(os, "stat", away(stat))
+    monkeypatch.setattr(os, "listdir", away(listdir))
+    refused(lambda: header("--out", tmp_path / "log", flag, tmp_path / "mount/log"),
+            tmp_path / "mount/log", "not connected", "the mount", failed=True)
+
+
 # ----------------------------------------------------------------------- the data of a resume
 
 def reverse(path):
@@ -492,6 +532,17 @@ def test_other_data_than_the_runs_is_refused(damage, byte_data, a_run, header, t
     data = shutil.copytree(byte_data, tmp_path / "data")
     damage(data / "text_train_000002.npy")
     refused(lambda: header("--data", data, "--out", a_run, "--max_steps", 9), a_run, "--init")
+
+
+def test_other_validation_text_than_the_runs_is_refused(byte_data, header, tmp_path):
+    """Its losses could not be compared with those before."""
+    flags = ["--val_every", 2, "--out", tmp_path / "log"]
+    train("--data", byte_data, *SHORT, *flags)
+    data = shutil.copytree(byte_data, tmp_path / "data")
+    shorten(data / "text_val_000000.npy")
+
+    refused(lambda: header("--data", data, *flags, "--max_steps", 9), tmp_path / "log", "val")
+    header("--data", data, *flags, "--max_steps", 9, "--val_every", 0)
 
 
 def test_the_same_data_in_another_folder_and_format_is_the_same(

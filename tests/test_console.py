@@ -268,7 +268,7 @@ def summary(tmp_path, capsys):
         run.data.bits_per_byte = 0.25
         lines_of_steps(run.log, seconds, capsys)
         for step, loss in (losses or {}).items():
-            run.output.add(step, val=loss)
+            run.output.add(step, val=loss, val_tokens=264)
         for step in saved:
             (out / f"checkpoint_{step:06d}.pt").touch()
         console.print_summary(run, len(seconds), stopped)

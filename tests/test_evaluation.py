@@ -208,14 +208,17 @@ def made(monkeypatch):
     return names
 
 
+VALIDATION = {"val": 2.5, "val_tokens": 11 * 24}         # 11 sequences of make_run
+
+
 @pytest.mark.parametrize("step, cells, samples", [
-    (0, {"val": 2.5, "hella": 0.75}, False),        # samples would be of the fresh weights
+    (0, {**VALIDATION, "hella": 0.75}, False),        # samples would be of the fresh weights
     (1, None, False),
-    (2, {"val": 2.5}, False),
+    (2, VALIDATION, False),
     (3, {"hella": 0.75}, False),
-    (4, {"val": 2.5}, True),
-    (6, {"val": 2.5, "hella": 0.75}, False),
-    (11, {"val": 2.5, "hella": 0.75}, True),
+    (4, VALIDATION, True),
+    (6, {**VALIDATION, "hella": 0.75}, False),
+    (11, {**VALIDATION, "hella": 0.75}, True),
 ])
 def test_an_evaluation_is_due_at_its_period_and_after_the_last_step(step, cells, samples, made):
     run = make_run(max_steps=11, val_every=2, hellaswag_every=3, sample_every=4)
@@ -229,6 +232,14 @@ def test_an_evaluation_is_due_at_its_period_and_after_the_last_step(step, cells,
     else:
         assert run.output.rows == [{"step": step, **cells}]
         assert run.output.pictures == [False]
+
+
+def test_an_evaluation_tells_whether_its_loss_is_the_lowest_so_far(made, monkeypatch):
+    losses = iter([3.0, 2.0, 2.0, 1.0, 4.0])
+    monkeypatch.setattr(train_gpt2, "validation_loss", lambda *arguments: next(losses))
+    run = make_run(val_every=2, sample_every=1)
+    lowest = [evaluate(step, run) for step in (0, 1, 2, 4, 6, 8)]
+    assert lowest == [True, False, True, False, True, False]
 
 
 def test_an_evaluation_is_printed(made, capsys):

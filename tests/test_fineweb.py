@@ -21,7 +21,7 @@ from config import Config
 from presets import PRESETS
 from runtime.cli import UserError
 from runtime.recipe import make_batch_schedule
-from runtime.shards import list_shards, open_shard, unfinished, write_shard
+from runtime.shards import list_shards, read_shard, unfinished, write_shard
 
 FAST = settings(max_examples=40, deadline=None, derandomize=True, database=None,
                 suppress_health_check=list(HealthCheck))
@@ -61,11 +61,11 @@ def run(*flags, env=ENV, before=()):
 
 
 def tokens(out, split):
-    return np.concatenate([open_shard(path) for path in list_shards(out, split)]).tolist()
+    return np.concatenate([read_shard(path) for path in list_shards(out, split)]).tolist()
 
 
 def lengths(out, split):
-    return [len(open_shard(path)) for path in list_shards(out, split)]
+    return [len(read_shard(path)) for path in list_shards(out, split)]
 
 
 def contents(out):

@@ -18,7 +18,7 @@ from peers import make_model, nanogpt_checkpoint, own_checkpoint, save
 from hellaswag import load_examples
 from recipes import RECIPES, load_model
 from runtime.cli import UserError
-from runtime.shards import open_shard, write_shard
+from runtime.shards import read_shard, write_shard
 
 WPE = "transformer.wpe.weight"
 BIAS = "transformer.ln_f.bias"
@@ -287,10 +287,10 @@ def test_code_in_a_folder_is_not_run(recipe, tmp_path):
 def test_a_truncated_shard_is_refused(name, tmp_path):
     path = tmp_path / name
     write_shard(path, np.arange(100, dtype=np.uint16))
-    assert len(open_shard(path)) == 100
+    assert len(read_shard(path)) == 100
     for size in (0, 10, path.stat().st_size // 2, path.stat().st_size - 1):
         truncate(path, size)
-        assert_refused(open_shard, path)
+        assert_refused(read_shard, path)
         write_shard(path, np.arange(100, dtype=np.uint16))
 
 
@@ -302,7 +302,7 @@ def test_a_truncated_shard_is_refused(name, tmp_path):
 def test_an_array_that_is_no_shard_is_refused(array, tmp_path):
     path = tmp_path / "x_train_000000.npy"
     np.save(path, array)
-    assert_refused(open_shard, path)
+    assert_refused(read_shard, path)
 
 
 @pytest.mark.parametrize("changes", [

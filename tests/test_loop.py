@@ -71,6 +71,7 @@ class FakeTime:
         self.gpu_is_free = 1000.0       # when the GPU will have done all that it was given
         self.numbers = {}               # {step: [loss, norm, votes]} where they are unusual
         self.signal_in = None           # the step that a signal ends
+        self.lowest = ()                # the steps whose validation loss is the lowest so far
         self.events = []
         for name in ("train_step", "evaluate", "save"):
             monkeypatch.setattr(train_gpt2, name, getattr(self, name))
@@ -104,6 +105,7 @@ class FakeTime:
         if train_gpt2.is_due(step, run.config, run.config.val_every):
             self.events.append(f"evaluate {step}")
             self.now = max(self.now, self.gpu_is_free) + self.evaluation
+        return step in self.lowest
 
     def save(self, step, run):
         self.events.append(f"save {step}")
@@ -155,6 +157,37 @@ def test_the_loop_saves_evaluates_trains_and_logs_in_this_order(monkeypatch):
         "save 3", "evaluate 3",
     ]
     assert run.output.pictures == [True]            # after the last evaluation, at any rate
+
+
+def test_the_best_weights_are_saved_at_their_validation_if_their_step_has_no_file(monkeypatch):
+    clock = FakeTime(monkeypatch, on_gpu=False, seconds=SECONDS)
+    clock.lowest = (0, 1, 2, 3, 5)
+    clock.run(max_steps=5, val_every=1, checkpoint_every=2)
+    saves = [event for event in clock.events if "save" in event or "evaluate" in event]
+    assert saves == [
+        "evaluate 0", "evaluate 1", "save 1", "save 2", "evaluate 2", "evaluate 3", "save 3",
+        "save 4", "evaluate 4", "save 5", "evaluate 5",
+    ]
+
+
+@pytest.mark.parametrize("first_step, checkpoint_every", [(2, 100), (0, 0)])
+def test_where_a_run_begins_its_weights_have_a_file_and_without_checkpoints_none_is_saved(
+        first_step, checkpoint_every, monkeypatch):
+    clock = FakeTime(monkeypatch, on_gpu=False, seconds=SECONDS)
+    clock.lowest = (first_step, 3)
+    clock.signal_in = 4
+    clock.run(first_step, max_steps=6, val_every=1, checkpoint_every=checkpoint_every)
+    saves = [event for event in clock.events if "save" in event]
+    assert saves == (["save 3", "save 4"] if checkpoint_every else [])
+
+
+@BOTH
+def test_the_best_weights_of_a_step_that_a_signal_ends_are_not_saved_twice(on_gpu, monkeypatch):
+    clock = FakeTime(monkeypatch, on_gpu, SECONDS)
+    clock.lowest = (3,)
+    clock.signal_in = 3
+    clock.run(max_steps=6, val_every=3, checkpoint_every=100)
+    assert clock.events[-3:] == ["evaluate 3", "save 3", "train 3"]
 
 
 def test_a_gpus_steps_are_logged_one_later_but_all_before_a_save_or_an_evaluation(monkeypatch):

@@ -1,4 +1,5 @@
 """runtime/ranks.py: what is printed, what ranks agree on, and how torchrun is understood."""
+import errno
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ from helpers import BYTES, logged, on_ranks, train
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import train_gpt2
-from runtime import ranks
+from runtime import network
 from runtime.cli import RunError, UserError, exit_code
 from runtime.ranks import Process, ddp_options, read_process, warn_without_torchrun
 
@@ -154,6 +155,11 @@ def test_other_ranks_end_with_a_mistake_that_rank_0_has():
 def test_what_the_system_refuses_to_one_rank_ends_all():
     with pytest.raises(UserError, match="private"):
         OneOfTwo(0, None).on_all_ranks(fail, PermissionError(13, "Permission denied", "private"))
+
+
+def test_a_disk_that_fails_under_one_rank_ends_all_as_a_failure_of_the_system():
+    with pytest.raises(RunError, match="a.npy"):
+        OneOfTwo(0, None).on_all_ranks(fail, OSError(errno.EIO, "Input/output error", "a.npy"))
 
 
 def test_rank_0_fills_the_caches_before_the_others_look():
@@ -361,7 +367,8 @@ def test_the_line_comes_before_the_wait(environment, monkeypatch, capsys):
 def test_ranks_wait_an_hour_for_what_rank_0_downloads(environment, monkeypatch):
     given = {}
     environment("WORLD_SIZE=2 RANK=1 TORCHELASTIC_RUN_ID=none")
-    monkeypatch.setattr(ranks, "shared_store", lambda timeout: None)
+    monkeypatch.setattr(network, "shared_store", lambda process, timeout: None)
+    monkeypatch.setattr(network, "watch_machines", lambda process: None)
     monkeypatch.setattr(
         torch.distributed, "init_process_group", lambda backend, **options: given.update(options))
 

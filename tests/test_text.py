@@ -233,17 +233,20 @@ def test_a_text_that_can_be_cut_nowhere_takes_three_times_its_size(kind, separat
     assert peak < 3.2 * 1_000_000
 
 
-@pytest.mark.parametrize("separator", ["", "--"])
+@pytest.mark.parametrize("separator", ["", "ACGA"])
 def test_no_part_of_a_text_is_searched_again_for_each_block(separator, tmp_path, monkeypatch):
     def seconds(text):
         (tmp_path / "a.txt").write_text(text)
-        begun = time.process_time()
-        list(TextReader("text", separator, MARK).read_chunks(tmp_path / "a.txt"))
-        return time.process_time() - begun
+        tries = []
+        for _ in range(3):
+            begun = time.process_time()
+            list(TextReader("text", separator, MARK).read_chunks(tmp_path / "a.txt"))
+            tries.append(time.process_time() - begun)
+        return min(tries)
 
-    monkeypatch.setattr(runtime.text, "BLOCK", 100)
-    # Else it takes a hundred times as long.
-    assert seconds("ACGT" * 250_000) < 10 * seconds("ACG " * 250_000)
+    monkeypatch.setattr(runtime.text, "BLOCK", 200)
+    # 2000 blocks, of which the last would be 2000 times as much work as the first.
+    assert seconds("ACGT" * 100_000) < 10 * seconds("ACG " * 100_000)
 
 
 STORIES = ["One day,\n  a cat.\n\nIt slept.", " Two", "Three \u2028"]
@@ -324,8 +327,8 @@ def test_the_place_is_that_of_the_character_also_where_a_block_ends_in_it(tmp_pa
     assert f"byte {runtime.text.BLOCK - 1} " in refusal(tmp_path, "cut.txt", data)
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
-def test_utf16_is_named(encoding, tmp_path):
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_utf16_without_a_mark_is_named(encoding, tmp_path):
     assert "UTF-16" in refusal(tmp_path, "a.txt", ("word " * 50).encode(encoding))
 
 
@@ -630,15 +633,19 @@ def test_a_tar_archive_is_no_text(tmp_path):
     assert "tar" in refusal(tmp_path, "a.txt.gz", data)
 
 
-@pytest.mark.parametrize("name, data, word", [
-    ("a.jsonl", gzip.compress(b'{"text": "a"}', mtime=0), "gunzip"),
-    ("a.txt", pyarrow.compress(b"words", "zstd", asbytes=True), "zst"),
-    ("a.csv", b"PAR1 and more", "Parquet"),
-    ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid", "git lfs pull"),
-    ("a.txt", b"version https://git-lfs.github.com/spec/v1\noid", "git lfs pull"),
-    ("a.parquet", b"PK\x03\x04 and more", "zip")])
-def test_a_file_of_another_kind_than_its_name_says_is_named(name, data, word, tmp_path):
-    assert word in refusal(tmp_path, name, data)
+def test_a_pointer_of_git_lfs_is_no_text(tmp_path):
+    """It is valid UTF-8, and would be trained on."""
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
+    assert "git lfs pull" in refusal(tmp_path, "a.txt", pointer)
+
+
+@pytest.mark.parametrize("name, data", [
+    ("a.jsonl", gzip.compress(b'{"text": "a"}', mtime=0)),
+    ("a.txt", pyarrow.compress(b"words", "zstd", asbytes=True)),
+    ("a.csv", b"PAR1\xff and more"),
+    ("a.parquet", b"PK\x03\x04 and more")])
+def test_a_file_of_another_kind_than_its_name_says_is_refused(name, data, tmp_path):
+    assert name in refusal(tmp_path, name, data)
 
 
 @FAST
