@@ -115,8 +115,8 @@ def lost_machines(process: Process) -> Iterator[None]:
         silent = silent_machines(process)
         if not silent:
             raise
-        raise RunError(f"{' and '.join(silent)} does not answer: the machine or its network is "
-                       "down") from None
+        raise RunError(f"no answer from machine {', '.join(silent)}: it has no power, or the "
+                       "network between is cut") from None
 
 
 def silent_machines(process: Process) -> list[str]:
