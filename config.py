@@ -33,7 +33,7 @@ class Config:
     dry_run: bool = flag(False, START, "Print what the run would do and how long it would take, "
                          "and write nothing.", per_run=True)
 
-    data: str = flag("edu_fineweb10B", DATA, "The folder of the token shards.")
+    data: str = flag("edu_fineweb10B", DATA, "The folder of the token shards.", is_path=True)
     overfit: bool = flag(False, DATA, "Overfit one batch of 4 x 32 tokens as a sanity check, and "
                          "write nothing.")
     eval_only: bool = flag(False, DATA, "Print the loss of the model of --init, or of the run in "
@@ -44,13 +44,13 @@ class Config:
     val_tokens: int = flag(10_485_760, DATA, "The number of tokens in a validation, from the "
                            "beginning of the validation shards.", smallest=1)
     hellaswag_data: str = flag("", DATA, "The HellaSwag examples, a .jsonl file. By default they "
-                               "are downloaded from the Hugging Face hub.")
+                               "are downloaded from the Hugging Face hub.", is_path=True)
 
     recipe: str = flag("gpt2", MODEL, "The model, optimizers and schedules.",
                        choices=list(RECIPES), fixed=True)
     init: str = flag("scratch", MODEL, "Where the initial weights come from: 'scratch' (random), "
                      "gpt2 or another model on the Hugging Face hub (OWNER/NAME), a checkpoint, "
-                     "or the folder of a run or of an exported model.", fixed=True)
+                     "or the folder of a run or of an exported model.", is_path=True, fixed=True)
     n_layer: int = flag(12, MODEL, "The number of blocks.", smallest=1, fixed=True)
     n_head: int = flag(12, MODEL, "The number of attention heads in each block.",
                        smallest=1, fixed=True)
@@ -121,10 +121,12 @@ class Config:
     keep_checkpoints: int = flag(3, OUTPUT, "How many of the newest checkpoints to keep, beside "
                                  "the one with the lowest validation loss, or 'all'.",
                                  word="all", smallest=1)
-    out: str = flag("log", OUTPUT, "The folder for checkpoints and logs.", per_run=True)
+    out: str = flag("log", OUTPUT, "The folder for checkpoints and logs.", is_path=True,
+                    per_run=True)
     resume: str = flag("auto", OUTPUT, "The checkpoint, or the folder of a run, from which the run "
                        "begins if --out has no checkpoint yet. 'auto' means a new run. Where --out "
-                       "has checkpoints, the newest is continued.", bare="auto", per_run=True)
+                       "has checkpoints, the newest is continued.", bare="auto", is_path=True,
+                       per_run=True)
     wandb: bool = flag(False, OUTPUT, "Also log to Weights & Biases (pip install wandb).",
                        per_run=True)
 

@@ -11,7 +11,8 @@ A shard is a 1-D array of uint16 GPT-2 tokens, each document preceded by <|endof
 
 The validation text is the first tenth of the text, and at most 10 million tokens. For FineWeb,
 which is shuffled, the validation text is the first shard, or a tenth of --max_tokens if a tenth is
-less. --val_tokens and --val_input choose another one. After a kill the same command continues.
+less. --val_tokens and --val_input choose another one, and --val_input alone makes shards to
+evaluate on. After a kill the same command continues.
 """
 import argparse
 import math
@@ -23,7 +24,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,7 +32,7 @@ import numpy as np
 from tqdm import tqdm
 
 from presets import PRESETS
-from runtime.cli import FlagParser, UserError, run_command
+from runtime.cli import FlagParser, UserError, check_range, run_command, user_path
 from runtime.files import lock_folder, remove_leftovers
 from runtime.recipe import BatchSchedule, growing_batch
 from runtime.shards import (
@@ -42,6 +43,7 @@ from runtime.sources import (
 from runtime.text import TextReader
 from runtime.tokenizer import Encoder
 
+LOCK = ".fineweb.lock"          # in the output folder
 MANIFEST_VERSION = 5            # of the manifest, and of the rule for validation
 MOST_VALIDATION = 10_000_000    # tokens, if no flag says otherwise
 LEAST_TEXT = 200                # tokens: a shorter text is not divided, but refused
@@ -54,12 +56,16 @@ PUBLISHED_SHARDS = 103          # for training, that it has
 # These flags determine the bytes of the shards, beside the text, and the manifest records them.
 RECORDED = ["text_field", "separator", "shard_size", "val_tokens", "max_tokens", "format"]
 TEXT_FLAGS = {*RECORDED, "out", "workers", "encoder"}
+# {flag: the largest number}; the smallest is 1.
+LARGEST = {"pretokenized": PUBLISHED_SHARDS, "shard_size": 2**30, "val_tokens": 2**30,
+           "max_tokens": 2**60, "workers": 256}
 # The first of these that is given says what the command is to do, with which others.
 COMBINED_WITH = {
     "verify": set(),
     "pretokenized": {"out"},
     "input": {"val_input", "split", *TEXT_FLAGS},
     "dataset": {"name", "split", *TEXT_FLAGS},
+    "val_input": {"split", *TEXT_FLAGS},
 }
 
 
@@ -67,6 +73,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The flags. UserError for those that do not go together, and for numbers out of range."""
     parser = make_parser()
     args = parser.parse_args(argv)
+    for name, largest in LARGEST.items():
+        if getattr(args, name) is not None:
+            check_range(name, getattr(args, name), 1, largest)
     given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
     check_combination(given)
     if not given & COMBINED_WITH.keys():
@@ -75,8 +84,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             args.name = "sample-10BT"
 
     # A folder named after the text would be a guess, and may exist.
-    if args.input and not args.out:
-        raise UserError("--input needs --out: choose an output folder for the shards")
+    if (args.input or args.val_input) and not args.out:
+        raise UserError("--input and --val_input need --out: choose an output folder for the "
+                        "shards")
     if args.val_tokens and args.val_input:
         raise UserError("--val_tokens cannot be combined with --val_input: leave one of them out")
 
@@ -96,7 +106,7 @@ def make_parser() -> FlagParser:
     parser = FlagParser(prog="fineweb.py", description=__doc__)
     add_input_flags(parser.add_argument)
     add_output_flags(parser.add_argument)
-    parser.add_argument("--verify", metavar="DIR",
+    parser.add_argument("--verify", type=user_path, metavar="DIR",
                         help="Compare all shards of a folder with the SHA-256 in its manifest.")
     return parser
 
@@ -109,51 +119,42 @@ def add_input_flags(add: Callable) -> None:
     add("--split", default="train",
         help="The split of --dataset, or of a folder that save_to_disk has written (default "
              "train).")
-    add("--input", nargs="+", action="extend", metavar="PATH",
+    add("--input", nargs="+", action="extend", type=user_path, metavar="PATH", default=[],
         help="Your own text: files, folders and globs. Each .txt or .md is a document, as is each "
              "line of a .jsonl, .ndjson or .json, and each row of a .csv, .parquet or .arrow. All "
              "but the last two may be compressed (.gz, .zst, .bz2).")
-    add("--val_input", nargs="+", action="extend", metavar="PATH", default=[],
+    add("--val_input", nargs="+", action="extend", type=user_path, metavar="PATH", default=[],
         help="Files that are for validation, in place of the beginning of --input. Those of them "
-             "that --input names, too, are not trained on.")
+             "that --input names, too, are not trained on. Without --input, the shards are for "
+             "evaluation only.")
     add("--text_field", metavar="NAME", default="text",
         help="The column or field that holds the text (default text).")
     add("--separator", metavar="TEXT", default="",
         help="The text between the documents of a .txt or .md, as in --separator '<|endoftext|>' "
              "(default: each file is one document).")
-    add("--pretokenized", type=positive(PUBLISHED_SHARDS), metavar="N",
+    add("--pretokenized", type=int, metavar="N",
         help="Fetch the first N published training shards of FineWeb, of 200 MB each.")
 
 
 def add_output_flags(add: Callable) -> None:
-    add("--out",
+    add("--out", type=user_path,
         help="The output folder (default edu_fineweb10B, fineweb10B with --pretokenized, or a name "
-             "after --dataset; required with --input).")
-    add("--shard_size", type=positive(2**30), default=100_000_000,
+             "after --dataset; required with --input and --val_input).")
+    add("--shard_size", type=int, default=100_000_000,
         help="The number of tokens in a shard (default 100000000).")
-    add("--val_tokens", type=positive(2**30),
+    add("--val_tokens", type=int,
         help="How many tokens from the beginning of the text are for validation (default: a tenth "
              "of the text, at most 10000000; for FineWeb one shard, at most a tenth of "
              "--max_tokens).")
-    add("--max_tokens", type=positive(2**60),
+    add("--max_tokens", type=int,
         help="Stop after this number of tokens, validation included (default: no limit).")
-    add("--workers", type=positive(256), default=available_cores(),
+    add("--workers", type=int, default=available_cores(),
         help="The number of threads that encode (default: one per core).")
     add("--encoder", choices=["auto", "gigatoken", "tiktoken"], default="auto",
         help="The program that encodes. 'auto' means gigatoken where it is installed, else "
              "tiktoken, which is the reference and much slower (default auto).")
     add("--format", choices=["npy", "bin"], default="npy",
         help="The format of the shards: NumPy's .npy or llm.c's .bin (default npy).")
-
-
-def positive(most: int) -> Callable[[str], int]:
-    """The type of a flag that takes 1 to `most`."""
-    def number(text):
-        if not 1 <= int(text) <= most:
-            raise argparse.ArgumentTypeError(
-                f"{text} is out of range: choose a number from 1 to {most}")
-        return int(text)
-    return number
 
 
 def check_combination(given: Set[str]) -> None:
@@ -229,7 +230,7 @@ class Shards:
         self.waiting.append(tokens)
         self.write_ready(at_end=False)
 
-    def count_validation(self, at_end: bool) -> int | None:
+    def count_validation(self, at_end: bool) -> float | None:
         """How many tokens, from the beginning of the text, are for validation. None as long as
         that is not known. This is the whole rule; parse_args sets --val_tokens for FineWeb."""
         settings = self.manifest
@@ -237,6 +238,8 @@ class Shards:
             return settings["validation"]
         if settings["val_tokens"] is not None:
             return settings["val_tokens"]
+        if settings.get("input") == []:                     # --val_input alone: all of them
+            return math.inf
 
         # The files of --val_input come first, and end where the others begin.
         val_files = len(settings.get("val_input", []))
@@ -258,13 +261,18 @@ class Shards:
         validation = self.count_validation(at_end)
         if validation is None:
             return
+
         # Each token of a split but the first is a target.
-        if validation < 2 or (at_end and self.seen - validation < 2):
+        if validation == math.inf:
+            too_short = at_end and self.seen < 2
+        else:
+            too_short = validation < 2 or (at_end and self.seen - validation < 2)
+            self.manifest["validation"] = validation
+        if too_short:
             raise UserError(f"{self.seen} tokens, {min(validation, self.seen)} of them for "
                             f"validation, are not enough for training and validation: add text "
                             f"to --input or --val_input, change --val_tokens or raise "
                             f"--max_tokens, and choose another --out")
-        self.manifest["validation"] = validation
 
         while self.written < self.seen:
             split = "train"
@@ -457,23 +465,32 @@ def steps_of_an_epoch(tokens: int) -> int:
         schedule = BatchSchedule(config.total_batch_size, steps, growing_batch(config))
         return schedule.tokens_before(steps)
 
-    # The first number of steps that reads them all, or the one before, if it is nearer.
+    # The first number of steps that reads them all. Where a step more means larger batches all the
+    # way, it reads far more than them: then the one before, if that is nearer.
     steps = bisect_left(range(2**32), tokens, lo=1, key=tokens_of_run)
-    if tokens - tokens_of_run(steps - 1) < tokens_of_run(steps) - tokens:
+    beyond = tokens_of_run(steps) - tokens
+    missing = tokens - tokens_of_run(steps - 1)
+    if beyond > max(missing, flags["total_batch_size"]):
         steps -= 1
     return max(100, steps)
 
 
-def print_summary(out: Path, empty_rows: int) -> None:
+def print_summary(out: Path, empty_rows: int, val_only: bool) -> None:
     """What the folder has, what this call has left out, and the command that comes next."""
     val = [count_tokens(path) for path in list_shards(out, "val")]
-    train = [count_tokens(path) for path in list_shards(out, "train")]
+    train = []
+    if not val_only:
+        train = [count_tokens(path) for path in list_shards(out, "train")]
     line = (f"{out}: {len(val) + len(train)} shards complete, {sum(val):,} tokens for validation "
             f"and {sum(train):,} for training")
     if empty_rows:
         line += f"; {empty_rows:,} rows without text were left out"
     print(line)
-    print(next_command(out, val, train))
+    if val_only:
+        data = shlex.quote(str(out))
+        print(f"next: python train_gpt2.py --eval_only --init gpt2 --data {data}")
+    else:
+        print(next_command(out, val, train))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -485,16 +502,28 @@ def main(argv: list[str] | None = None) -> None:
     out = Path(args.out)
     empty_rows = 0
     if args.pretokenized is not None:
-        with lock_folder(out, ".fineweb.lock"):
+        with locked(out):
             fetch_published(args.pretokenized, out)
     else:
-        if args.input is not None:
+        if args.input or args.val_input:
             source = LocalFiles(args, out)
         else:
             source = HubDataset(args.dataset, args.name, args.split, out)
-        with lock_folder(out, ".fineweb.lock"):
+        with locked(out):
             empty_rows = write_shards(args, source, out)
-    print_summary(out, empty_rows)
+    print_summary(out, empty_rows, val_only=bool(args.val_input and not args.input))
+
+
+@contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Makes the output folder and locks it. If nothing has come into a new one, it is removed."""
+    is_new = not out.exists()
+    with lock_folder(out, LOCK):
+        try:
+            yield
+        finally:
+            if is_new and os.listdir(out) == [LOCK]:
+                shutil.rmtree(out, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,14 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.cli import MODEL_HELP, FlagParser, UserError, check_range, run_command
+from runtime.cli import (
+    MODEL_HELP,
+    FlagParser,
+    UserError,
+    check_range,
+    run_command,
+    user_path,
+)
 from runtime.files import read_text, reading
 from runtime.tokenizer import encode
 
@@ -238,8 +245,9 @@ def examples_or_problem() -> tuple[list[dict], str]:
 
 def parse_args(argv: list[str] | None):
     parser = FlagParser(prog="hellaswag.py", description=__doc__)
-    parser.add_argument("--model", default="gpt2", help=f"{MODEL_HELP} (default gpt2).")
-    parser.add_argument("--data", metavar="FILE.jsonl",
+    parser.add_argument("--model", type=user_path, default="gpt2",
+                        help=f"{MODEL_HELP} (default gpt2).")
+    parser.add_argument("--data", type=user_path, metavar="FILE.jsonl",
                         help='A file of examples, each a line {"ctx": "...", "endings": [four '
                              'strings], "label": 0} (default: the validation split of '
                              f"{HUB_NAME} on the Hugging Face hub).")

@@ -9,13 +9,14 @@ import itertools
 import sys
 from collections.abc import Iterable, Iterator
 
-from runtime.cli import MODEL_HELP, FlagParser, check_range, run_command
+from runtime.cli import MODEL_HELP, FlagParser, check_range, run_command, user_path
 from runtime.tokenizer import EOT, encode, tokenizer
 
 
 def make_parser() -> FlagParser:
     parser = FlagParser(prog="sample.py", description=__doc__)
-    parser.add_argument("--model", default="gpt2", help=f"{MODEL_HELP} (default gpt2).")
+    parser.add_argument("--model", type=user_path, default="gpt2",
+                        help=f"{MODEL_HELP} (default gpt2).")
     start = parser.add_mutually_exclusive_group()
     start.add_argument("--prompt", default="",
                        help="The text to continue (default: a new document).")

@@ -24,7 +24,7 @@ import hellaswag
 from config import FLAGS, Config
 from model import GPT, LanguageModel
 from recipes import RECIPES, fresh_model, load_model, models
-from runtime import checkpoint, console, dataloader, hardware, ranks
+from runtime import checkpoint, console, dataloader, hardware, network, ranks
 from runtime.cli import RunError, run_command
 from runtime.dataloader import Data, TrainLoader
 from runtime.flags import check_ranks_agree
@@ -79,11 +79,12 @@ def start_process(device: str) -> Process:
         timeout = timedelta(hours=1)
         dist.init_process_group(
             "nccl" if process.on_gpu else "gloo",
-            store=ranks.shared_store(timeout),          # without the addresses of dead ranks
+            store=network.shared_store(process, timeout),   # without addresses of dead ranks
             rank=process.rank,
             world_size=process.world_size,
             timeout=timeout,
         )
+        network.watch_machines(process)
     return process
 
 
@@ -229,8 +230,11 @@ def train_step(step: int, run: Run) -> torch.Tensor:
     state.scaler.update()
 
     # DDP's gradients are views of its buckets. If the next step accumulates, they are zeroed, and
-    # so stay there. With None it would accumulate outside of the buckets, in new memory.
-    keep_views = process.world_size > 1 and run.loader.micro_steps(step + 1) > 1
+    # so stay there. With None it would accumulate outside of the buckets, in new memory. A CPU has
+    # it, and there they are None in any case, as before the first step of a resumed run: DDP
+    # multiplies a gradient outside by 1/3, if there are 3 ranks, and divides one inside by 3.
+    accumulates = run.loader.micro_steps(step + 1) > 1
+    keep_views = process.world_size > 1 and process.on_gpu and accumulates
     state.model.zero_grad(set_to_none=not keep_views)
     return torch.stack((loss, norm, votes))
 
@@ -350,7 +354,7 @@ def is_due(step: int, config: Config, period: int) -> bool:
 def save(step: int, run: Run) -> None:
     """Writes OUT/checkpoint_STEP.pt; training on a GPU goes on meanwhile."""
     state = run.state
-    checkpoint.require_same_weights(state.model, run.process)
+    checkpoint.keep_together(state.model, state.optimizer, run.process)
 
     # All ranks take part: some of the optimizers' state is on one of them alone.
     optimizer_state = checkpoint.gather_state(state.model, state.optimizer, run.process)
@@ -461,7 +465,7 @@ def check_finite(step: int, loss: float, norm: float, run: Run) -> None:
 def main(argv: list[str] | None = None) -> None:
     given = FLAGS.parse(__doc__, argv)                  # {flag: value} of the command line
     process = start_process(given.get("device", "auto"))      # first, so that ranks can agree
-    with hardware.memory_errors(process.device):
+    with hardware.memory_errors(process.device), network.lost_machines(process):
         # First where the run begins, by the command line; then all flags, some of them from its
         # checkpoint. (on_all_ranks: a mistake on one rank ends all of them.)
         start = checkpoint.find_start(FLAGS.merge(given), process, models(), load_model)
@@ -514,6 +518,7 @@ def start_run(asked: Config, config: Config, start: checkpoint.Start, process: P
     # From here on something is written, and a signal asks the run to stop.
     output = Output(config, process, schedule.tokens_before)
     process.on_all_ranks(output.open, start)
+    output.warn_unless_shared()
     process.catch_signals()
 
     loader = TrainLoader(data.train, schedule, B, start.step, process)
@@ -521,7 +526,7 @@ def start_run(asked: Config, config: Config, start: checkpoint.Start, process: P
     run = Run(
         asked=asked, config=config, process=process, schedule=schedule, data=data, loader=loader,
         hellaswag_batches=hellaswag_batches, state=state, output=output, log=log)
-    with output, closing(loader):
+    with output, network.lost_machines(process), closing(loader):
         step, stopped = train(start.step, run)
     console.print_summary(run, step, stopped)
 

@@ -4,6 +4,7 @@ import difflib
 import errno
 import os
 import re
+import shlex
 import sys
 import traceback
 from collections.abc import Callable
@@ -57,6 +58,7 @@ def flag(default, group, help, **metadata):
     word: what may stand in place of a number, as "auto"
     choices: the only values
     smallest, largest: the range of a number, if it is not 0 to 2^40, or 0 to 1e38 of a float
+    is_path: whether it is a path, in which ~ means the home folder
     bare: the value of the flag without one
     fixed: the value cannot change when a run resumes
     per_run: the value is not taken from the checkpoint
@@ -64,11 +66,22 @@ def flag(default, group, help, **metadata):
     return field(default=default, metadata={"group": group, "help": help, **metadata})
 
 
-def check_range(name: str, value: float, smallest: float, largest: float) -> None:
-    """UserError unless the number of the flag --`name` is in this range."""
+def check_range(
+    name: str, value: float, smallest: float, largest: float, meaning: str = ""
+) -> None:
+    """UserError, with the flag's `meaning`, unless the number of --`name` is in this range."""
     if not smallest <= value <= largest:
+        if meaning:
+            meaning = f" ({meaning})"
         raise UserError(f"--{name} {value} is out of range: choose a number from {smallest} to "
-                        f"{largest}")
+                        f"{largest}{meaning}")
+
+
+def user_path(text: str) -> str:
+    """The type of a flag that takes a path. A shell leaves ~ as it is behind =, and in quotes."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty (is a variable of the shell not set?)")
+    return os.path.expanduser(text)
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -93,6 +106,8 @@ class FlagParser(argparse.ArgumentParser):
         if args is None:
             args = sys.argv[1:]
         words = [re.sub(r"^--[\w-]+(?==|\Z)", with_underscores, word) for word in args]
+        self._given = args                      # error() looks at these
+        self._words = words
         return super().parse_args(self._plain_switches(words), namespace)
 
     def _plain_switches(self, words):
@@ -120,7 +135,20 @@ class FlagParser(argparse.ArgumentParser):
         action = self._option_string_actions.get(word)
         return action is not None and action.nargs == 0 and action.const is const
 
+    def _in_one_word(self, flag):
+        """How to write a flag with its value, if that is one that argparse takes for a flag: ---"""
+        behind = self._words.index(flag) + 1
+        if behind == len(self._words):
+            return ""
+        name, _, _ = self._words[behind].partition("=")
+        if name in self._option_string_actions:
+            return ""
+        return f"; write {flag}={shlex.quote(self._given[behind])}"
+
     def error(self, message):
+        missing = re.fullmatch(r"argument (--\w+): expected one argument", message)
+        if missing:
+            message += self._in_one_word(missing[1])
         if re.search(r"unrecognized arguments: .*\.py\b", message):
             message = (f"{message} (nanoGPT's configuration files are not supported): use flags "
                        "or a --preset instead")

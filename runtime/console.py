@@ -105,7 +105,10 @@ def print_header(config, process, data, model, schedule: BatchSchedule, start: S
     how = "eager"
     if c.compile:
         how = "torch.compile"
-    say(f"{counted(process.world_size, 'process')} on {process.device} "
+    machines = ""
+    if process.machines:                        # of several processes
+        machines = f" ({counted(len(set(process.machines)), 'machine')})"
+    say(f"{counted(process.world_size, 'process')}{machines} on {process.device} "
         f"({device_name(process.device)}), {c.dtype}, {how}, attention {c.attention}, torch "
         f"{torch.__version__}")
 
@@ -217,10 +220,7 @@ def print_summary(run, step: int, stopped: bool) -> None:
             f"peak memory {memory / 1e9:.1f} GB")
 
     if stopped:
-        cause = process.signal
-        if not cause:
-            cause = "a signal"                  # another rank received it
-        say(f"stopped by {cause} after {step} of {config.max_steps} steps. "
+        say(f"stopped by {signals_received(process)} after {step} of {config.max_steps} steps. "
             f"{run.output.what_resumes()}")
     elif config.overfit:
         print_overfit(process, log.losses)
@@ -232,6 +232,19 @@ def print_summary(run, step: int, stopped: bool) -> None:
         say(f"done: {step} steps; {config.out} has {', '.join(files)}")
         if process.is_master and checkpoints(config.out):
             print_best(config, process, run.data, run.output.metrics)
+
+
+def signals_received(process) -> str:
+    """'SIGTERM', or of several ranks 'SIGTERM (process 3 on node2)'."""
+    signals = process.gather(process.signal)
+    if process.world_size == 1:
+        return signals[0]
+    ranks = [rank for rank, signal in enumerate(signals) if signal]
+    first, *others = ranks
+    where = f"process {first} on {process.machines[first]}"
+    if others:
+        where += f" and {counted(len(others), 'other')}"
+    return f"{signals[first]} ({where})"
 
 
 def print_best(config, process, data, metrics: Metrics) -> None:

@@ -1,12 +1,13 @@
 """Reads, merges, completes and checks the flags of train_gpt2.py, which config.py has."""
 import argparse
 import dataclasses
+import os
 import textwrap
 from collections.abc import Callable
 from itertools import groupby
 
 from runtime.checkpoint import Start, model_shape, reading_run_state
-from runtime.cli import FlagParser, UserError, check_range, is_rank_0, unexpected
+from runtime.cli import FlagParser, UserError, check_range, is_rank_0, unexpected, user_path
 from runtime.hardware import choose_dtype
 from runtime.recipe import Recipe
 from runtime.tokenizer import VOCAB_SIZE
@@ -227,9 +228,13 @@ def add_flag(group, f: dataclasses.Field, recipes: dict[str, Recipe]) -> None:
         group.add_argument(f"--{f.name}", choices=f.metadata["choices"], **options)
     else:
         parse = value_parser(f.type, f.metadata.get("word"))
+        options.update(type=parse, metavar=parse.__name__.upper())
+        if f.metadata.get("is_path"):
+            # An empty path is a mistake, but where it is the default.
+            options.update(type=user_path if f.default else os.path.expanduser, metavar="PATH")
         if "bare" in f.metadata:
             options.update(nargs="?", const=f.metadata["bare"])
-        group.add_argument(f"--{f.name}", type=parse, metavar=parse.__name__.upper(), **options)
+        group.add_argument(f"--{f.name}", **options)
 
 
 def value_parser(kind: type, word: str | None) -> Callable:
@@ -292,7 +297,7 @@ def check_field(f: dataclasses.Field, value) -> None:
     largest = {int: 2**40, float: 1e38}
     if f.type in largest and value != f.metadata.get("word"):
         check_range(f.name, value, f.metadata.get("smallest", 0),
-                    f.metadata.get("largest", largest[f.type]))
+                    f.metadata.get("largest", largest[f.type]), f.metadata["help"])
 
 
 def check_step(start: Start, config) -> None:

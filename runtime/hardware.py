@@ -176,27 +176,42 @@ def time_micro_step(state, T: int, device: str, B: int, reserved: int = 0) -> fl
     bytes of memory are in use meanwhile.
     """
     block = torch.empty(reserved, dtype=torch.uint8, device=device)
-
-    # Two tensors, as in a step: for one that is both, torch.compile would make another graph.
-    x = torch.zeros(B, T, dtype=torch.int64, device=device)
-    y = torch.zeros(B, T, dtype=torch.int64, device=device)
-
-    if isinstance(state.ddp_model, DDP):
-        # A rank that runs out of memory must not leave the others waiting for its gradients.
-        # train_step sets this anew for each micro-step.
-        state.ddp_model.require_backward_grad_sync = False
     try:
         for _ in range(2):
             began = time.perf_counter()
-            with state.autocast:
-                _, loss = state.ddp_model(x, y)
-            loss.backward()
+            # A rank that runs out of memory must not leave the others waiting for its gradients.
+            trial_micro_step(state, T, device, B, exchange=False)
             next(state.model.parameters()).grad.sum().item()    # waits for a GPU
             seconds = time.perf_counter() - began
     finally:
         state.model.zero_grad(set_to_none=True)
         del block
     return seconds
+
+
+def trial_micro_step(state, T: int, device: str, B: int, exchange: bool) -> None:
+    """A forward and backward that trains nothing. `exchange`: DDP averages the gradients."""
+    # Two tensors, as in a step: for one that is both, torch.compile would make another graph.
+    x = torch.zeros(B, T, dtype=torch.int64, device=device)
+    y = torch.zeros(B, T, dtype=torch.int64, device=device)
+
+    if isinstance(state.ddp_model, DDP):
+        # train_step sets this anew for each micro-step.
+        state.ddp_model.require_backward_grad_sync = exchange
+    with state.autocast:
+        _, loss = state.ddp_model(x, y)
+    loss.backward()
+
+
+def settle_buckets(state, T: int, device: str, B: int) -> None:
+    """Has DDP make its buckets of gradients, which are final from the first step on.
+
+    DDP sorts the gradients into other buckets after it has averaged them once. With three ranks or
+    more the sum is rounded otherwise in another bucket: the first step of a resumed run would not
+    have the bits that it has in a whole run.
+    """
+    trial_micro_step(state, T, device, B, exchange=True)
+    state.model.zero_grad(set_to_none=True)
 
 
 def choose_micro_batch(
@@ -224,6 +239,8 @@ def choose_micro_batch(
     B = largest_micro_batch(config, may_shrink, limit, schedule, process, trial)
     if process.on_gpu:
         torch.cuda.reset_peak_memory_stats()        # what the trials took is no need of the run
+    elif process.world_size > 1:
+        settle_buckets(state, config.sequence_length, process.device, B)
     return B
 
 

@@ -1,10 +1,16 @@
 """The Hugging Face format: reads folders and models of the hub, writes folders for transformers."""
+import copy
 import dataclasses
+import importlib.util
 import json
 import math
 from pathlib import Path
 
-from runtime.cli import UserError, brief_error, unexpected
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from runtime.cli import UserError, brief_error, print_error, unexpected
 from runtime.files import reading, replace_file
 from runtime.tokenizer import ASSETS, EOT, VOCAB_SIZE, bpe_file
 from runtime.weights import EMBEDDING, HEAD, model_from_checkpoint
@@ -37,6 +43,10 @@ TRANSPOSED = (
     "mlp.c_fc.weight",
     "mlp.c_proj.weight",
 )
+
+# How far a model's logits may be from those of its export, in standard deviations of the logits.
+# Rounding makes 3e-6 at most, and the exact GELU in place of tanh's makes 1e-4.
+DIFFERENCE = 5e-5
 
 # The files that save_model writes. The last one is our code of speedrun and frontier for
 # transformers, which has none. Only their folders have it.
@@ -247,6 +257,90 @@ def export_modern(model) -> tuple[dict, dict]:
     return config, weights
 
 
+# ---------------------------------------------------------------------- is it the same model?
+# Who rewrites GPT-2's MLP trains and samples it at once. But an export says "GPT-2", or has the
+# code of MODELING, and those who read it would compute that.
+
+@torch.no_grad()
+def check_formula(model, config: dict, weights: dict) -> None:
+    """UserError unless the model's logits are those that config.json and the weights mean."""
+    if model.recipe == "gpt2":
+        meant = "GPT-2's"
+        remedy = "give it a recipe with a class of its own (CONTRIBUTING.md)"
+        logits_by_formula = gpt2_logits
+    else:
+        meant = f"those of {ASSETS / MODELING}"
+        remedy = "change that file, too"
+        logits_by_formula = modern_logits
+
+    # The folder has float32. In bfloat16 rounding would hide a small change.
+    if model.lm_head.weight.dtype != torch.float32:
+        model = copy.deepcopy(model).float()
+    weights = {name: p.float() if p.is_floating_point() else p for name, p in weights.items()}
+
+    # Two documents, as long as the model takes: attention may see a window or a document only.
+    V, T = config["vocab_size"], model.config.block_size
+    idx = torch.randint(V, (1, T), generator=torch.Generator().manual_seed(0))
+    idx[:, T // 2] = min(EOT, V - 1)
+    idx = idx.to(model.lm_head.weight.device)
+
+    found = model(idx)[0][..., :V]                                              # (1, T, V)
+    try:
+        expected = logits_by_formula(config, weights, idx)
+    except ModuleNotFoundError as error:
+        print_error(f"the model is exported without a check of its code, because {error.name} is "
+                    f"not installed: pip install {error.name}")
+        return
+    except (AttributeError, KeyError, RuntimeError) as error:
+        raise UserError(f"the model's weights are not {meant} ({brief_error(error)}): "
+                        f"{remedy}") from None
+
+    difference = F.mse_loss(found, expected).sqrt()
+    if not difference <= DIFFERENCE * expected.std():
+        raise UserError(f"the model's logits are not {meant}, but differ by {difference:.1e}: "
+                        f"{remedy}")
+
+
+def gpt2_logits(config: dict, weights: dict, idx: Tensor) -> Tensor:
+    """GPT-2's logits of idx (B, T), from what export_gpt2 returns: (B, T, vocab_size).
+
+    This is GPT-2 once more, because who changes model.py does not change this.
+    """
+    def linear(x, name):
+        return x @ weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+    def layer_norm(x, name):
+        return F.layer_norm(x, (C,), weights[f"{name}.weight"], weights[f"{name}.bias"])
+
+    B, T = idx.shape
+    C, nh = config["n_embd"], config["n_head"]
+    gelu = ACTIVATIONS[config["activation_function"]]
+
+    x = weights["wte.weight"][idx] + weights["wpe.weight"][:T]                  # (B, T, C)
+    for i in range(config["n_layer"]):
+        qkv = linear(layer_norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn")        # (B, T, 3 C)
+        q, k, v = qkv.view(B, T, 3, nh, C // nh).permute(2, 0, 3, 1, 4)         # (B, nh, T, hs)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + linear(y.transpose(1, 2).flatten(2), f"h.{i}.attn.c_proj")
+
+        y = linear(layer_norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc")             # (B, T, 4 C)
+        x = x + linear(F.gelu(y, approximate=gelu), f"h.{i}.mlp.c_proj")
+    return layer_norm(x, "ln_f") @ weights["wte.weight"].T
+
+
+def modern_logits(config: dict, weights: dict, idx: Tensor) -> Tensor:
+    """What transformers computes by MODELING, from what export_modern returns."""
+    spec = importlib.util.spec_from_file_location("modeling_modern", ASSETS / MODELING)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    cls = getattr(module, config["architectures"][0])
+    with torch.device("meta"):                  # the weights are there
+        model = cls(cls.config_class(**config))
+    model.load_state_dict(weights, assign=True)
+    return model(idx).logits
+
+
 def save_model(model, folder: str | Path) -> None:
     """LanguageModel.save_pretrained: writes the EXPORTED files, weights as float32."""
     files = export_files(model)
@@ -263,6 +357,7 @@ def export_files(model) -> dict[str, bytes]:
         config, weights = export_gpt2(model)
     else:
         config, weights = export_modern(model)
+    check_formula(model, config, weights)
     config |= {"bos_token_id": EOT, "eos_token_id": EOT, "dtype": "float32"}
 
     eot = "<|endoftext|>"
@@ -270,6 +365,7 @@ def export_files(model) -> dict[str, bytes]:
         "tokenizer_class": "GPT2Tokenizer",
         "model_max_length": model.config.block_size,
         "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,      # transformers.js takes a missing one for true
         "bos_token": eot,
         "eos_token": eot,
         "unk_token": eot,

@@ -28,12 +28,13 @@ from runtime.files import (
     what_resumes,
 )
 from runtime.metrics import FORMATS, HEADER, REMEDY, Metrics, read_lines
+from runtime.network import store_of_torchrun
 from runtime.plots import plot_run
-from runtime.ranks import store_of_torchrun
 
 # What a run writes beside its checkpoints.
 RUN_FILES = ("metrics.csv", "loss.png", "wandb_id")
 PICTURE_SECONDS = 60.0          # at least, between two pictures of a run
+CACHED_SECONDS = 60.0           # after them other machines see a new file on a network's disk
 
 
 class Output:
@@ -79,12 +80,29 @@ class Output:
         if self.config.wandb:
             self.wandb = open_wandb(self.out.resolve(), vars(self.config), resumes=start.step > 0)
 
+    def warn_unless_shared(self) -> None:
+        """Warns if other machines do not see the folder in which rank 0 writes: none could resume.
+
+        All ranks call it, after `open`. On a network file system it may take CACHED_SECONDS.
+        """
+        machines = self.process.machines
+        if not self.config.out or len(set(machines)) <= 1:
+            return
+        name = self.process.from_master(self.lock and Path(self.lock.name).name)
+        seen = self.process.gather(wait_for(name, self.out, CACHED_SECONDS))
+        blind = {machine for machine, sees in zip(machines, seen, strict=True) if not sees}
+        if blind and self.process.is_master:
+            print_error(f"warning: {self.out} is another folder on {', '.join(sorted(blind))}: "
+                        "put --out on a file system that all machines share, or the run may not "
+                        "resume")
+
     # ------------------------------------------------------------------------- metrics.csv
 
-    def continue_metrics(self, step: int) -> None:
-        """Makes metrics.csv anew, with the rows that it has of the steps before `step`.
+    def continue_metrics(self, step: int, reopen: bool = False) -> None:
+        """Makes metrics.csv anew, with the rows that it has up to `step`.
 
-        A row of `step` is open then, in memory, for what else the step will measure.
+        Of a row of `step` the evaluations stay. With `reopen` it is in memory only, until what else
+        the step measures is there.
         """
         self.close_table()
         path = self.out / "metrics.csv"
@@ -100,10 +118,12 @@ class Output:
                 f"{self.out} has checkpoints, but no metrics.csv with their validation losses: the "
                 f"checkpoints up to step {step} stay, because one of them may be the best")
 
-        if lines.pop(step, None):
-            # Its evaluations stay. The step itself will be trained again.
+        if step in lines:
+            # The step itself will be trained again.
             for name in ("train", "lr", "norm", "tokens_per_second"):
                 self.metrics.set(name, math.nan)
+        if step in lines and reopen:
+            del lines[step]
             cells = self.metrics[-1].items()
             self.row = {name: format(v, FORMATS[name]) for name, v in cells if v is not None}
         lines = itertools.chain([HEADER], lines.values())
@@ -135,7 +155,7 @@ class Output:
             self.wandb.log(cells, step=step)
         if self.has_row(step) and self.row is None:
             # Not by a truncate, which not all file systems have: s3fs would keep both rows.
-            self.continue_metrics(step)
+            self.continue_metrics(step, reopen=True)
         if not self.has_row(step):
             self.end_row()
             cells = dict(step=step, tokens=self.tokens_before(step), seconds=self.seconds) | cells
@@ -313,6 +333,18 @@ def lock_run(out: Path, store) -> BinaryIO:
     if store:
         store.set(key, "yes")
     return lock
+
+
+def wait_for(name: str, folder: Path, seconds: float) -> bool:
+    """Whether the folder has this file, now or within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while True:
+        with suppress(OSError):                 # the folder is not there
+            if name in os.listdir(folder):      # unlike exists(), asks a network file system anew
+                return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.5)
 
 
 def keep_aside(out: Path, say: Callable[[str], None]) -> None:

@@ -4,8 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from datetime import timedelta
+from dataclasses import dataclass, field
 from inspect import signature
 
 import torch
@@ -38,6 +37,9 @@ class Process:
     world_size: int = 1
     device: str = "cpu"
     signal: str = ""            # the last one that asked this process to stop
+    machines: list = field(default_factory=list)    # the name of each rank's machine
+    addresses: list = field(default_factory=list)   # of each rank, [(host, port)]
+    rounds_differently: bool = False    # whether another rank has been found to; it was said
 
     @property
     def is_master(self) -> bool:
@@ -238,24 +240,6 @@ def warn_without_torchrun(process: Process) -> None:
     print_error(f"process {process.rank} waits at {address} for {process.world_size - 1} other(s), "
                 f"because WORLD_SIZE is {process.world_size}: start several processes with "
                 "torchrun, or one with `env -u WORLD_SIZE`")
-
-
-def shared_store(timeout: timedelta) -> dist.Store:
-    """The store by which the ranks find each other."""
-    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-
-    # torchrun's store outlives a restart (pytorch issue 135712). Without a prefix of its own a rank
-    # would read there the address of a dead one.
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"restart {restarts}", store)
-
-
-def store_of_torchrun() -> dist.Store | None:
-    """The store of torchrun's agent, which outlives a restart of the ranks; None without one."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    store, _, _ = next(dist.rendezvous("env://"))
-    return store
 
 
 def ddp_options(process: Process) -> dict:

@@ -8,9 +8,10 @@ import glob
 import hashlib
 import os
 import re
+import shlex
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -27,6 +28,8 @@ DESCRIBED_BYTES = 1 << 16       # of each end of a file, by which it is told fro
 DATA = {*TABLES, ".jsonl", ".jsonlines", ".ndjson", ".csv"}
 # Where these lie, a .json is, too. MDS and litdata keep an index.json beside .mds and .bin files.
 BINARY_DATA = {*TABLES, ".mds", ".bin"}
+# Splits that are not for training. The first of them that a folder has is for validation.
+HELD_OUT = ("validation", "valid", "val", "dev", "eval", "test")
 
 
 # ----------------------------------------------------------------------------- files
@@ -42,9 +45,10 @@ class LocalFiles:
                             f"writes it: leave --split out")
 
         val_files = find_files("val_input", args.val_input, args.split, out)
-        train_files = find_files("input", args.input, args.split, out)
-        for real_path in val_files:
-            train_files.pop(real_path, None)
+        train_files = find_files("input", args.input, args.split, out, held_back=val_files)
+        if args.input and not train_files:
+            raise UserError("--val_input names all files of --input, so that none is left to train "
+                            "on: leave --input out for shards to evaluate on, or name others")
 
         self.paths = [*val_files.values(), *train_files.values()]
         self.settings = {
@@ -57,9 +61,12 @@ class LocalFiles:
             yield number, self.paths[number]
 
 
-def find_files(flag: str, patterns: list[str], split: str, out: Path) -> dict[str, Path]:
-    """{real path of a file of text: its path}, of all that paths, folders and globs mean, in order.
-    UserError for one of them without any text. One line for each tells what none of them reads."""
+def find_files(
+    flag: str, patterns: list[str], split: str, out: Path, held_back: Container[str] = (),
+) -> dict[str, Path]:
+    """{real path of a file of text: its path}, of all that paths, folders and globs mean, in order,
+    but for the real paths in `held_back`. UserError for one of them without any text, and for one
+    of --input that mixes splits. One line for each tells what none of them reads."""
     # Shards may be made in the folder of their text, and have a .json beside them.
     manifest = os.path.realpath(out / "manifest.json")
 
@@ -75,6 +82,10 @@ def find_files(flag: str, patterns: list[str], split: str, out: Path) -> dict[st
             remedy = describe_unread(unread[pattern]) or "check the path"
             raise UserError(f"--{flag} {pattern} matches no file of a known kind ({kinds}): "
                             f"{remedy}")
+
+        texts = [path for path in texts if os.path.realpath(path) not in held_back]
+        if flag == "input":
+            check_splits(pattern, texts)
         for path in texts:
             found.setdefault(os.path.realpath(path), path)
 
@@ -83,6 +94,49 @@ def find_files(flag: str, patterns: list[str], split: str, out: Path) -> dict[st
         if line:
             print_error(f"--{flag} {pattern}: {line}")
     return found
+
+
+def check_splits(pattern: str, texts: list[Path]) -> None:
+    """UserError if one folder or glob means files for training and, beside them, files that are
+    held out: a clone of a dataset has both."""
+    splits = defaultdict(dict)      # {(a folder, the kind of names in it): {split: its glob}}
+    for text in texts:
+        for path in (text, *text.parents):
+            split, its_glob = split_of_name(path)
+            kind = ending(path)
+            if kind not in KINDS:
+                kind = "folder"
+            if split:
+                splits[path.parent, kind][split] = its_glob
+
+    for globs in splits.values():
+        held_out = [split for split in HELD_OUT if split in globs]
+        if "train" in globs and held_out:
+            raise UserError(
+                f"--input {pattern} mixes the splits train, {', '.join(held_out)}: give each its "
+                f"flag, as in --input {shlex.quote(globs['train'])} --val_input "
+                f"{shlex.quote(globs[held_out[0]])}")
+
+
+def split_of_name(path: Path) -> tuple[str, str]:
+    """(the split that a path is named after, a glob of all of it beside the path), or ("", "").
+    The whole name of a folder counts, and of a file's the first or the last word."""
+    folder = glob.escape(str(path.parent))
+    splits = ("train", *HELD_OUT)
+    kind = ending(path)
+    if kind not in KINDS:
+        if path.name.lower() in splits:
+            return path.name.lower(), f"{folder}/{path.name}/**"
+        return "", ""
+
+    # train-00000-of-00002.parquet, c4-train.00000-of-01024.json.gz, squad_dev.jsonl
+    name = path.name[:path.name.lower().rindex(kind)]
+    words = re.findall(r"[^\W\d_]+", re.sub(r"\d+-of-\d+", "", name))
+    if words and words[0].lower() in splits:
+        return words[0].lower(), f"{folder}/{words[0]}*"
+    if words and words[-1].lower() in splits:
+        return words[-1].lower(), f"{folder}/*{words[-1]}*"
+    return "", ""
 
 
 def has_splits(folder: str) -> bool:

@@ -9,6 +9,7 @@ import csv
 import io
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
@@ -85,20 +86,26 @@ def text_pieces(blocks: Iterable[str], separator: str) -> Iterator[tuple[str, bo
     the tokens of the whole."""
     text = ""
     begins = True
+    searched = 0                # In `text` no cut comes before this place, and no separator.
     for block in blocks:
-        text += block
-        if separator:
+        text += block           # Python appends in place, so that many blocks take linear time.
+        if separator and text.find(separator, searched) >= 0:
             *ended, text = text.split(separator)
+            searched = 0
             for document in ended:
                 yield document, begins, True
                 begins = True
 
         # The last characters may be the beginning of a separator: no cut among them.
-        cut = LAST_CUT.match(text, 0, len(text) - len(separator))
+        end = len(text) - len(separator)
+        cut = LAST_CUT.match(text, searched, end)
         if cut:
             yield text[:cut.end()], begins, False
             text = text[cut.end():]
             begins = False
+            searched = 0
+        else:
+            searched = max(0, end - 1)
     yield text, begins, True
 
 
@@ -141,8 +148,15 @@ def read_jsonl(path: Path, field: str) -> Rows:
                 continue
             try:
                 row = json.loads(line)
-            except (ValueError, RecursionError):
+            except (json.JSONDecodeError, UnicodeDecodeError):
                 row = None
+            except RecursionError:
+                raise ValueError(f"line {number} has brackets in brackets, more than Python's "
+                                 f"json reads") from None
+            except ValueError:
+                most = sys.get_int_max_str_digits()
+                raise ValueError(f"line {number} has a number of more than {most:,} digits, which "
+                                 f"Python's json does not read") from None
             if not isinstance(row, dict):
                 raise ValueError(
                     f"line {number} is not a JSON object; one a line is expected: `jq -c .` writes "
@@ -167,9 +181,12 @@ def read_jsonl(path: Path, field: str) -> Rows:
 
 
 def check_field(field: str, names: Iterable[str], where: str) -> None:
-    """ValueError if `where`, a part of a file, has no field or column of this name."""
+    """ValueError unless `where`, a part of a file, has one field or column of this name."""
+    names = list(names)
+    if names.count(field) > 1:
+        raise ValueError(f"{where} has {field!r} {names.count(field)} times; rename the others")
     if field not in names:
-        found = ", ".join(repr(name[:20]) for name in [*names][:4])
+        found = ", ".join(repr(name[:20]) for name in names[:4])
         raise ValueError(f"{where} has no {field!r} among {found}; choose its --text_field")
 
 
@@ -360,9 +377,10 @@ class TextReader:
             parts.append(text)
             size += len(text)
             if size >= BLOCK:
-                yield b"".join(parts)
+                chunk = b"".join(parts)
                 parts = []
                 size = 0
+                yield chunk
         if parts:
             yield b"".join(parts)
 
@@ -390,16 +408,24 @@ class TextReader:
     def read_texts(self, path: Path) -> Pieces:
         """The pieces of a .txt or .md."""
         documents = 0
+        windows = False         # whether its lines end as on Windows
         for begins, text in read_text_file(path, self.separator):
             if begins:
                 documents += 1
+            windows = windows or b"\r\n" in text
             if not self.separator and b"<|endoftext|>" in text:
                 self.tell_once(
                     f"{path} contains <|endoftext|>, which is read as text: if it separates "
                     f"documents, add --separator '<|endoftext|>' and choose another --out")
             yield begins, text
+
         if self.separator and documents == 1:
-            self.tell_once(f"{path} is read as one document: check --separator {self.separator!r}")
+            line = f"{path} is read as one document: check --separator {self.separator!r}"
+            if "\\n" in self.separator:
+                line += r" (a backslash and an n; a shell writes a line end as $'\n')"
+            elif "\n" in self.separator and windows:
+                line += r" (the lines of the file end with \r\n, in a shell $'\r\n')"
+            self.tell_once(line)
 
     def read_rows(self, path: Path) -> Pieces:
         """The rows that have text."""

@@ -11,6 +11,7 @@ import re
 import secrets
 import tempfile
 import threading
+import time
 from base64 import b64encode
 from pathlib import Path
 
@@ -26,11 +27,16 @@ BPE_SHA256 = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
 }
 SAMPLE_BYTES = 1000             # of each chunk, which tiktoken encodes, too
+FRESH_SECONDS = 2.0             # of encoding, after which gigatoken is loaded anew
+LAST_TOKENS = 12                # of a sample, which are not compared: what follows it can change
+                                # some, of 300,000 samples 6 at most
 
-# Matches a text up to the last place where it can be cut without changing a token: behind a
-# character that is no white space, and before a space or a line end. GPT-2's pattern always
-# begins a new piece there, and decides nothing before it by what comes after it.
-LAST_CUT = re.compile(r".*\S(?=[ \n\r])", re.DOTALL)
+# Matches a text up to the last place where it can be cut without changing a token. GPT-2's pattern
+# always begins a new piece there, and decides nothing before it by what comes after it:
+# - behind a character that is no white space, and before a space or a line end
+# - behind a Chinese or Japanese sign, and before a letter, of those that every version of Unicode
+#   has (Hiragana, Katakana, Chinese). A book may have neither spaces nor line ends.
+LAST_CUT = re.compile(r".*(?:\S(?=[ \n\r])|[。，！？、；](?=[ぁ-ゔァ-ヺ一-龥]))", re.DOTALL)
 
 
 def bpe_file(name: str) -> bytes:
@@ -129,6 +135,7 @@ class Encoder:
     def __init__(self, name: str = "auto"):
         self.mark = f"<|{secrets.token_hex(16)}|>".encode()
         self.gigatoken = None                     # where it is None, tiktoken does the work
+        self.seconds = 0.0                        # of encoding, since it was loaded
         self.thread = threading.local()           # has the Encoding of a thread
         if name == "tiktoken":
             return
@@ -156,8 +163,16 @@ class Encoder:
 
         # Of gigatoken's methods this one neither holds the GIL nor imports another package. The
         # threads are ours, so it works on the one that calls it.
+        begun = time.thread_time()
         padded, lengths = self.gigatoken.encode_batch_padded(
             BytesSource(chunk), PadTruncate(0), parallel=False)
+        self.seconds += time.thread_time() - begun
+
+        # gigatoken keeps each piece of text that it has seen, without a limit. Of Chinese, whose
+        # pieces are parts of sentences, that is 5 bytes for each byte. To load it takes 0.1 s.
+        if self.seconds > FRESH_SECONDS:
+            self.seconds = 0.0
+            self.gigatoken = load_gigatoken(self.mark.decode())
         return padded[0, :lengths[0]].astype(np.uint16)
 
     def _by_tiktoken(self, chunk: bytes) -> np.ndarray:
@@ -179,22 +194,24 @@ class Encoder:
 
     def _compare_sample(self, chunk: bytes, tokens: np.ndarray) -> None:
         """RunError if the tokens of the chunk's first SAMPLE_BYTES are not those of tiktoken."""
-        sample = chunk
+        sample = chunk[:SAMPLE_BYTES]
+
+        # A part of a mark would be read as text.
+        last_mark = chunk.rfind(self.mark, 0, SAMPLE_BYTES + len(self.mark) - 1)
+        if last_mark + len(self.mark) > SAMPLE_BYTES:
+            sample = chunk[:last_mark]
+
+        # The sample may end inside a character, whose bytes are left out.
+        sample = sample.decode(errors="ignore")
+        expected = self._by_tiktoken(sample.encode())
+
+        # It may end inside a word, too. So of a longer chunk its last tokens are not compared.
         if len(chunk) > SAMPLE_BYTES:
-            # The bytes may end inside a character or a mark, but not before the last cut.
-            cut = LAST_CUT.match(chunk[:SAMPLE_BYTES].decode(errors="ignore"))
-            if cut is None:
-                return
-            sample = cut[0].encode()
-
-        expected = self._by_tiktoken(sample)
-
-        # Of a longer chunk only the tokens of the sample are compared, and of a short one all.
-        if len(chunk) > len(sample):
+            expected = expected[:-LAST_TOKENS]
             tokens = tokens[:len(expected)]
         if np.array_equal(tokens, expected):
             return
 
         raise RunError(f"gigatoken's tokens differ from tiktoken's in a text that begins with "
-                       f"{sample[:80].decode(errors='ignore')!r}: install the version of gigatoken "
+                       f"{sample[:80]!r}: install the version of gigatoken "
                        f"in requirements.txt, or use --encoder tiktoken, which is slower")

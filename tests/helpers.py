@@ -111,8 +111,7 @@ def _become(call, env, cwd, streams, before):
             if name in sys.modules:
                 importlib.reload(sys.modules[name])
 
-    if "DRAW" not in env:
-        draw_no_pictures()
+    draw_no_pictures()
     for function in before:
         function()
     try:

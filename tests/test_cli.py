@@ -12,7 +12,8 @@ from helpers import BYTES, ENV, HANG, ROOT, hellaswag_file, train
 from peers import make_model
 
 from runtime import cli
-from runtime.cli import FlagParser, RunError, UserError, brief_error, run_command, safe_repr
+from runtime.cli import (
+    FlagParser, RunError, UserError, brief_error, run_command, safe_repr, user_path)
 from runtime.tokenizer import tokenizer
 
 PROGRAM = """
@@ -267,6 +268,43 @@ def test_an_unknown_flag_is_refused_with_the_nearest_one_or_its_name_here(parser
         parser.parse_args(["--max-iters=7"])
 
 
+@pytest.mark.parametrize("words, line", [
+    (["--prompt", "---"], "--prompt=---"),
+    (["--max_steps", "3", "--prompt", "-->"], "--prompt='-->'"),
+])
+def test_a_value_that_begins_with_a_dash_is_refused_with_the_way_to_write_it(words, line, parser):
+    with pytest.raises(UserError) as error:
+        parser.parse_args(words)
+    assert line in str(error.value)
+
+
+@pytest.mark.parametrize("line", ["--prompt", "--prompt --wandb", "--prompt --max-steps=3"])
+def test_a_value_that_is_missing_is_not_taken_for_one_with_a_dash(line, parser):
+    with pytest.raises(UserError) as error:
+        parser.parse_args(line.split())
+    assert "--prompt=" not in str(error.value)
+
+
+def test_a_path_is_expanded_where_no_shell_does_so(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    made = FlagParser(prog="command.py")
+    made.add_argument("--out", type=user_path, default="log")
+    made.add_argument("--input", type=user_path, nargs="+", action="extend", default=[])
+
+    assert made.parse_args(["--out=~/runs/a"]).out == "/home/me/runs/a"
+    assert made.parse_args(["--input", "~/a*.txt", "~"]).input == ["/home/me/a*.txt", "/home/me"]
+    assert made.parse_args([]).out == "log"
+    for path in ("a~", "./~", "gpt2-xl", "/a/~/b"):
+        assert made.parse_args(["--out", path]).out == path
+    with pytest.raises(UserError, match="--out"):
+        made.parse_args(["--out", ""])
+
+
+def test_what_nanogpt_means_by_a_grad_clip_of_0_is_said():
+    with pytest.raises(UserError, match="--grad_clip.*'inf' turns clipping off"):
+        train("--grad_clip", 0)
+
+
 def test_each_command_tells_its_version(parser, capsys):
     with pytest.raises(SystemExit) as ended:
         parser.parse_args(["--version"])
@@ -407,6 +445,30 @@ def test_a_path_that_the_system_refuses_is_one_line_and_nothing_is_written(
     assert not list((tmp_path / "here").iterdir())
     if kind == "private":
         assert "Permission denied" in stderr
+
+
+USER_PATHS = [line for line in PATHS if not line.startswith(("train_gpt2.py", "bench.py"))]
+
+
+@pytest.mark.parametrize("line", USER_PATHS)
+def test_every_path_may_begin_with_the_home_folder(line, run_script, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("a file")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    code, stderr = run_script(line, PATH="~/file/log")
+
+    assert code == 2
+    assert str(tmp_path / "file") in stderr
+    assert not list((tmp_path / "here").iterdir())
+
+
+@pytest.mark.parametrize("line", USER_PATHS)
+def test_an_empty_path_is_refused_and_nothing_is_written(line, run_script, tmp_path):
+    code, stderr = run_script(line, PATH="")
+
+    assert code == 2
+    assert "empty" in stderr
+    assert stderr.count("\n") == 1
+    assert not list((tmp_path / "here").iterdir())
 
 
 def test_a_run_whose_folder_cannot_be_read_does_not_begin_anew(byte_data, run_script, tmp_path):

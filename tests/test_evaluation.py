@@ -208,7 +208,7 @@ def made(monkeypatch):
     return names
 
 
-VALIDATION = {"val": 2.5, "val_tokens": 11 * 24}        # the sequences of make_run, and their length
+VALIDATION = {"val": 2.5, "val_tokens": 11 * 24}         # 11 sequences of make_run
 
 
 @pytest.mark.parametrize("step, cells, samples", [
@@ -323,6 +323,11 @@ def test_evaluations_samples_and_checkpoints_do_not_change_the_losses(
     train(*words, *QUIET, "--hellaswag_every", 0, "--max_steps", 5, "--out", tmp_path)
     assert logged(evaluated_run) == logged(tmp_path)
     assert len(logged(tmp_path)) == 5
+
+
+def test_a_run_evaluates_at_its_periods(evaluated_run):
+    assert list(logged(evaluated_run, "val")) == [0, 2, 4, 5]
+    assert list(logged(evaluated_run, "hella")) == [0, 3, 5]
 
 
 def test_a_runs_hellaswag_is_acc_norm_of_the_command(evaluated_run, examples, capsys):

@@ -32,7 +32,8 @@ def make_model(recipe, gelu=None, **shape):
         sizes["gelu"] = gelu
 
     torch.manual_seed(0)
-    model = RECIPES[recipe].model(RECIPES[recipe].model.Config(**sizes))
+    cls = RECIPES[recipe].model
+    model = cls(cls.Config(**sizes))
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.2 * torch.randn_like(p))
@@ -523,6 +524,125 @@ def test_weights_of_another_dtype_are_stored_in_float32(tmp_path):
     assert torch.equal(found, model.transformer.wpe.weight.float())
 
 
+# ----------------------------------------------------------------------- a model that was rewritten
+
+class SquaredReLU(torch.nn.Module):
+    def forward(self, x):
+        return F.relu(x).square()
+
+
+class RMSNorm(torch.nn.LayerNorm):
+    def forward(self, x):
+        return F.rms_norm(x, self.normalized_shape, self.weight, self.eps) + self.bias
+
+
+class Window(torch.nn.Module):
+    """Attention that sees only the last tokens."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, x, *args):
+        return torch.cat((x[:, :30], self.attention(x[:, 30:], *args)), dim=1)
+
+
+class Gated(torch.nn.Module):
+    """SwiGLU (arXiv:2002.05202): one more matrix."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.c_fc = mlp.c_fc
+        self.c_gate = copy.deepcopy(mlp.c_fc)
+        self.c_proj = mlp.c_proj
+
+    def forward(self, x):
+        return self.c_proj(F.silu(self.c_gate(x)) * self.c_fc(x))
+
+
+def change_blocks(name, change):
+    """Replaces the module `name` of each block by change(it)."""
+    def change_model(model):
+        for block in model.transformer.h:
+            parent, _, child = name.rpartition(".")
+            module = block.get_submodule(parent)
+            setattr(module, child, change(getattr(module, child)))
+    return change_model
+
+
+def without_biases(model):
+    for block in model.transformer.h:
+        block.mlp.c_fc.bias = None
+
+
+def capped(model):
+    model.softcap = 20.0
+
+
+CHANGES = {
+    "the exact GELU": change_blocks("mlp.gelu", lambda gelu: torch.nn.GELU()),
+    "ReLU squared": change_blocks("mlp.gelu", lambda gelu: SquaredReLU()),
+    "RMSNorm": change_blocks("ln_1", lambda norm: RMSNorm(norm.normalized_shape)),
+    "a window": change_blocks("attn", Window),
+    "a gate": change_blocks("mlp", Gated),
+    "no MLP": change_blocks("mlp", torch.nn.Identity),
+    "no biases": without_biases,
+    "a softcap": capped,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_gpt2_that_was_rewritten_is_not_exported_as_one(change, tmp_path):
+    model = make_model("gpt2")
+    model.save_pretrained(tmp_path / "gpt2")
+
+    CHANGES[change](model)
+    with pytest.raises(UserError, match="CONTRIBUTING"):
+        model.save_pretrained(tmp_path / "changed")
+    assert not (tmp_path / "changed").exists()
+
+
+@pytest.mark.parametrize("change", ["ReLU squared", "a softcap", "no MLP"])
+@pytest.mark.parametrize("recipe", MODERN)
+def test_a_modern_model_that_is_not_that_of_the_exported_code_is_not_exported(
+        recipe, change, tmp_path):
+    model = make_model(recipe)
+    model.save_pretrained(tmp_path / "as it was")
+    if change == "ReLU squared":
+        for block in model.transformer.h:
+            block.mlp.forward = lambda x, mlp=block.mlp: mlp.c_proj(F.relu(mlp.c_fc(x)))
+    else:
+        CHANGES[change](model)
+    with pytest.raises(UserError, match=MODELING):
+        model.save_pretrained(tmp_path / "changed")
+    assert not (tmp_path / "changed").exists()
+
+
+def test_a_recipe_without_a_class_in_the_exported_code_is_refused(tmp_path):
+    model = make_model("speedrun")
+    model.recipe = "mine"
+    with pytest.raises(UserError, match=MODELING):
+        model.save_pretrained(tmp_path / "exported")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_model_that_was_not_trained_is_exported(recipe, tmp_path):
+    """The logits of a new speedrun are all 0."""
+    cls = RECIPES[recipe].model
+    model = cls(cls.Config(block_size=16, n_layer=1, n_head=2, n_embd=8))
+    model.save_pretrained(tmp_path)
+    assert type(load_model(tmp_path)) is cls
+
+
+def test_without_transformers_the_code_of_an_export_is_not_checked_and_that_is_told(
+        tmp_path, monkeypatch, capsys):
+    model = make_model("frontier", n_layer=1, n_embd=6)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    model.save_pretrained(tmp_path)
+    assert "pip install transformers" in capsys.readouterr().err
+    assert names_in(tmp_path) == set(EXPORTED)
+
+
 # ----------------------------------------------------------------------- the tokenizer
 
 @pytest.fixture(scope="module")
@@ -534,12 +654,19 @@ def their_tokenizer(exported):
 @pytest.mark.parametrize("text", [
     "  two  spaces\n\n\tand tabs ",
     "naïve Ω 日本語 🙂 e\u0301 1234 don't",
+    "Ça va ? [ 1 , 2 ] do n't . ! 's",
     (ROOT / "input.txt").read_text(encoding="utf-8")[:20_000],
 ])
 def test_the_exported_tokenizer_encodes_and_decodes_as_ours(their_tokenizer, text):
     ids = their_tokenizer(text)["input_ids"]
     assert ids == encode(text).tolist()
-    assert their_tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
+    assert their_tokenizer.decode(ids) == text
+
+
+def test_transformers_js_is_told_to_leave_blanks_as_they_are(exported):
+    """It removes some in decode() where the file does not say so."""
+    config = read_json(exported[1] / "tokenizer_config.json")
+    assert config["clean_up_tokenization_spaces"] is False
 
 
 def test_tokenizer_json_alone_is_the_same_tokenizer(tmp_path):

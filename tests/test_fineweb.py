@@ -199,6 +199,7 @@ def test_wherever_shards_validation_and_files_end_no_token_is_lost(
 def test_a_text_of_200_tokens_is_divided_and_a_shorter_one_is_too_short():
     Path("a.txt").write_text(" a" * 198)
     assert "199" in refusal("--input", "a.txt", "--out", "out")
+    assert not Path("out").exists()
 
     Path("a.txt").write_text(" a" * 199)
     prepare("--input", "a.txt", "--out", "out")
@@ -209,11 +210,13 @@ def test_a_text_of_200_tokens_is_divided_and_a_shorter_one_is_too_short():
 @pytest.mark.parametrize("flags", [
     ["--input", "a.txt", "--val_tokens", 400], ["--input", "a.txt", "--val_tokens", 9,
      "--max_tokens", 10], ["--input", "none.txt", "--val_input", "a.txt"],
-    ["--input", "a.txt", "--val_tokens", 1]])
+    ["--input", "a.txt", "--val_tokens", 1], ["--val_input", "none.txt"]])
 def test_a_text_of_which_one_part_would_have_less_than_two_tokens_is_refused(flags):
     Path("a.txt").write_text(" a" * 400)
     Path("none.txt").touch()
+    Path("out").mkdir()
     assert "--val_tokens" in refusal(*flags, "--out", "out")
+    assert Path("out").exists(), "which was there before"
 
 
 def test_a_file_of_val_input_is_not_trained_on_though_input_names_it(gpt2):
@@ -223,6 +226,50 @@ def test_a_file_of_val_input_is_not_trained_on_though_input_names_it(gpt2):
     prepare("--input", "in/*", "--val_input", "../*/in/a.jsonl", "--out", "out")
     assert tokens("out", "val") == tokens_of(gpt2, DOCUMENTS[:50])
     assert tokens("out", "train") == tokens_of(gpt2, DOCUMENTS[50:])
+
+
+@pytest.mark.parametrize("shard_size", [700, 10**8])
+def test_val_input_alone_makes_shards_to_evaluate_on(shard_size, gpt2, text, capsys):
+    Path("b.txt").write_text("one two")
+    prepare("--val_input", text, "b.txt", "--out", "out", "--shard_size", shard_size)
+    assert tokens("out", "val") == tokens_of(gpt2, [*DOCUMENTS, "one two"])
+    assert not list(Path("out").glob("*train*"))
+    assert all(length == shard_size for length in lengths("out", "val")[:-1])
+
+    following = capsys.readouterr().out.splitlines()[-1]
+    assert following.startswith("next: python train_gpt2.py --eval_only ")
+    assert shlex.split(following)[-2:] == ["--data", "out"]
+
+
+def test_of_val_input_alone_a_whole_shard_is_written_before_the_text_ends(text, monkeypatch):
+    lengths_seen = []
+    write = fineweb.Shards.write
+
+    def noted_write(shards, split, count):
+        lengths_seen.append(shards.seen)
+        write(shards, split, count)
+
+    monkeypatch.setattr(fineweb.Shards, "write", noted_write)
+    prepare("--val_input", text, "--out", "out", "--shard_size", 700)
+    assert lengths_seen[0] < 1400
+
+
+def test_val_input_that_takes_all_of_input_is_refused(text):
+    assert "--val_input" in refusal("--input", text, "--val_input", "*.jsonl", "--out", "out")
+    assert not Path("out").exists()
+
+
+def test_a_clone_of_a_dataset_with_splits_is_refused_and_then_trained_on_its_train_split(gpt2):
+    Path("tales").mkdir()
+    write_documents("tales/train-0.jsonl", DOCUMENTS[:90])
+    write_documents("tales/test-0.jsonl", DOCUMENTS[90:])
+    line = refusal("--input", "tales", "--out", "out")
+    assert not Path("out").exists()
+
+    flags = [word.strip("'") for word in line[line.rindex("--input"):].split()]
+    prepare(*flags, "--out", "out")
+    assert tokens("out", "val") == tokens_of(gpt2, DOCUMENTS[90:])
+    assert tokens("out", "train") == tokens_of(gpt2, DOCUMENTS[:90])
 
 
 def test_val_input_without_text_is_refused(text):
@@ -353,7 +400,12 @@ def test_without_gigatoken_a_line_says_that_tiktoken_is_slow(text, encoder, monk
 
 @pytest.mark.parametrize("line, named", [
     ("--input missing.txt --out out", "missing.txt"), ("--input a.txt", "--out"),
-    ("--val_input a.txt", "--val_input"), ("--verify nowhere", "nowhere"),
+    ("--val_input a.txt", "--out"), ("--verify nowhere", "nowhere"),
+    ("--val_input a.txt --dataset b/c", "--val_input"),
+    ("--val_input a.txt --val_tokens 5 --out out", "--val_tokens"),
+    ("--val_input a.txt --name x --out out", "--name"),
+    ("--input a.txt --out=", "--out"), ("--input= --out out", "--input"),
+    ("--input a.txt --separator --- --out out", "--separator=---"),
     ("--input a.txt --name x --out out", "--name"), ("--verify x --split y", "--split"),
     ("--input a.txt --dataset a/b --out out", "--dataset"),
     ("--pretokenized 9 --split y", "--split"),
@@ -625,6 +677,13 @@ def test_a_sequence_and_its_last_target_fit_into_a_shard(preset, count):
     assert fineweb.next_command(Path("d"), [T], [count]).endswith(f"--block_size {T // 2}")
 
 
+def test_a_sequence_of_the_last_line_fits_into_small_shards_of_both_splits():
+    words = fineweb.next_command(Path("d"), [10**5], [300] * 1000).split()
+    assert words[-2:] == ["--block_size", "256"]
+    words = fineweb.next_command(Path("d"), [300] * 100, [10**6]).split()
+    assert words[-2:] == ["--block_size", "256"]
+
+
 def test_a_short_last_shard_does_not_shorten_the_sequences():
     T = PRESETS["shakespeare"].flags["block_size"]
     line = fineweb.next_command(Path("d"), [T + 1, 3], [10**6, 3])
@@ -705,8 +764,9 @@ def test_fineweb_edu_is_the_default_and_its_first_shard_or_a_tenth_is_for_valida
         done = run("--shard_size", 700, env=hub.env)
         limited = run("--max_tokens", 2000, "--out", "limited", env=hub.env)
         chosen = run("--val_tokens", 300, "--out", "chosen", env=hub.env)
+        large = run("--shard_size", 700, "--max_tokens", 10**6, "--out", "large", env=hub.env)
 
-    for result in (done, limited, chosen):
+    for result in (done, limited, chosen, large):
         assert result.returncode == 0, result.stderr
     expected = tokens_of(gpt2, tales(0) + tales(1))
     assert tokens("edu_fineweb10B", "val") == expected[:700]
@@ -714,6 +774,7 @@ def test_fineweb_edu_is_the_default_and_its_first_shard_or_a_tenth_is_for_valida
     assert Path("edu_fineweb10B/edufineweb_val_000000.npy").exists()
     assert lengths("limited", "val") == [200]
     assert lengths("chosen", "val") == [300]
+    assert lengths("large", "val") == [700], "a shard, which is less than a tenth of --max_tokens"
 
 
 @pytest.mark.parametrize("dataset, name, split, names", [

@@ -377,6 +377,7 @@ class Card:
         self.reserved = None
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *device: (self.free, None))
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
         monkeypatch.setattr(hardware, "time_micro_step", self.time_micro_step)
 
     def time_micro_step(self, state, T, device, B, reserved):
@@ -486,10 +487,13 @@ def test_a_micro_batch_divides_the_step(monkeypatch):
 
 def test_a_recipe_that_trains_gpt_2_takes_the_memory_of_gpt_2(monkeypatch):
     """As the one of CONTRIBUTING.md does, of which nothing here knows the name."""
-    card = Card("gpt2", CARDS["RTX 4090"], monkeypatch)
-    card.config.recipe = "wsd"
-    assert card.choose(most=512, batch=2**14) == 32
-    assert card.tried[0] == 32
+    chosen = []
+    for recipe in ("gpt2", "wsd"):
+        card = Card("gpt2", CARDS["H100 80GB"], monkeypatch)
+        card.config.recipe = recipe
+        chosen.append(card.choose(most=720, batch=720))
+        assert card.tried == [chosen[-1]]
+    assert chosen[0] == chosen[1] > 64
 
 
 def test_all_steps_have_the_micro_batch_of_the_first_which_is_the_smallest(monkeypatch):
@@ -551,17 +555,6 @@ def test_the_smallest_limit_of_the_ranks_counts_for_all(chosen_on_cpu):
             return [value, 3]
 
     assert chosen_on_cpu(12, OneOfTwo(world_size=2)) == (3, [])
-
-
-@pytest.mark.parametrize("flags, product", [
-    ([], "128 x 32 x 2 micro-steps"),
-    (["--sequence_length", 16], "256 x 16 x 2 micro-steps"),
-])
-def test_on_a_cpu_a_micro_batch_has_4096_tokens(flags, product, byte_data, tmp_path, capsys):
-    """More are no faster, and take more memory."""
-    train("--data", byte_data, *BYTES, "--device", "cpu", "--batch_size", "auto", "--dry_run",
-          "--total_batch_size", 8192, "--out", tmp_path, *flags)
-    assert f"8,192 tokens per step = {product}" in capsys.readouterr().out
 
 
 # ----------------------------------------------------------------------- a trial
@@ -690,36 +683,22 @@ def test_a_bug_in_an_eager_trial_is_raised_as_it_is():
 
 # ----------------------------------------------------------------------- how fast devices are
 
+# How the driver writes the names, in all ways that PEAK_TFLOPS tells apart.
 PEAKS = {
-    "NVIDIA H200": 989.4,
     "NVIDIA H200 NVL": 835.5,
     "NVIDIA H100 80GB HBM3": 989.4,
-    "NVIDIA H800": 989.4,
     "NVIDIA GH200 480GB": 989.4,
-    "NVIDIA H100 NVL": 835.5,
     "NVIDIA H100 PCIe": 756,
-    "NVIDIA GB200": 2500,
-    "NVIDIA B200": 2250,
     "NVIDIA A100-SXM4-80GB": 312,
     "A100-SXM4-40GB": 312,
     "NVIDIA A100 80GB PCIe": 312,
     "NVIDIA A100-PCIE-40GB": 312,
-    "NVIDIA A40": 149.7,
-    "NVIDIA A30": 165,
-    "NVIDIA A10": 125,
     "NVIDIA A10G": 70,
-    "NVIDIA L40S": 362,
-    "NVIDIA L4": 121,
     "Tesla T4": 65,
     "Tesla V100-SXM2-16GB": 125,
-    "Tesla V100-PCIE-32GB": 112,
     "NVIDIA RTX 6000 Ada Generation": 364,
-    "NVIDIA RTX A6000": 154.8,
-    "NVIDIA GeForce RTX 5090": 209.5,
     "NVIDIA GeForce RTX 4090": 165.2,
     "NVIDIA GeForce RTX 4090 D": 147.1,
-    "NVIDIA GeForce RTX 4080": 97.5,
-    "NVIDIA GeForce RTX 3090": 71,
 }
 
 

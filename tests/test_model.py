@@ -78,7 +78,8 @@ def drawn(monkeypatch):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_no_parameter_is_drawn_twice(recipe, drawn):
-    model = RECIPES[recipe].model(RECIPES[recipe].model.Config(24, 97, 2, 2, 32))
+    cls = RECIPES[recipe].model
+    model = cls(cls.Config(24, 97, 2, 2, 32))
     numbers = [id(p) for p in drawn]
     assert len(numbers) > 0
     assert len(set(numbers)) == len(numbers)
@@ -87,8 +88,9 @@ def test_no_parameter_is_drawn_twice(recipe, drawn):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_on_the_meta_device_nothing_is_drawn(recipe, drawn):
+    cls = RECIPES[recipe].model
     with torch.device("meta"):
-        RECIPES[recipe].model(RECIPES[recipe].model.Config(24, 97, 2, 2, 32))
+        cls(cls.Config(24, 97, 2, 2, 32))
     assert drawn == []
 
 

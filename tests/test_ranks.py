@@ -13,7 +13,7 @@ from helpers import BYTES, logged, on_ranks, train
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import train_gpt2
-from runtime import ranks
+from runtime import network
 from runtime.cli import RunError, UserError, exit_code
 from runtime.ranks import Process, ddp_options, read_process, warn_without_torchrun
 
@@ -367,7 +367,8 @@ def test_the_line_comes_before_the_wait(environment, monkeypatch, capsys):
 def test_ranks_wait_an_hour_for_what_rank_0_downloads(environment, monkeypatch):
     given = {}
     environment("WORLD_SIZE=2 RANK=1 TORCHELASTIC_RUN_ID=none")
-    monkeypatch.setattr(ranks, "shared_store", lambda timeout: None)
+    monkeypatch.setattr(network, "shared_store", lambda process, timeout: None)
+    monkeypatch.setattr(network, "watch_machines", lambda process: None)
     monkeypatch.setattr(
         torch.distributed, "init_process_group", lambda backend, **options: given.update(options))
 

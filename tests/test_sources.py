@@ -168,6 +168,85 @@ def test_json_beside_other_json_lines_is_text():
     assert found("in") == ["in/a.json", "in/b.jsonl"]
 
 
+def test_a_hidden_folder_below_a_glob_is_neither_read_nor_told(capsys):
+    write("in/a.jsonl", "in/deep/b.jsonl", "in/.git/c.jsonl", "in/deep/.cache/d.jsonl",
+          "in/e.parquet/part.parquet", "in/e.parquet/.tmp/part.parquet")
+    assert found("in/**") == ["in/a.jsonl", "in/deep/b.jsonl", "in/e.parquet/part.parquet"]
+    assert capsys.readouterr().err == ""
+
+
+# ------------------------------------------------------------------------- splits
+
+SPLITS = [
+    # as datasets of the hub have them
+    (["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet",
+      "data/test-00000-of-00001.parquet"], "in/data/train*", "in/data/test*"),
+    (["train.jsonl", "validation.jsonl", "test.jsonl"], "in/train*", "in/validation*"),
+    (["en/c4-train.00000-of-01024.json.gz", "en/c4-validation.00000-of-00008.json.gz"],
+     "in/en/*train*", "in/en/*validation*"),
+    (["train/0000.parquet", "valid/0000.parquet"], "in/train/**", "in/valid/**"),
+    (["de/train/a/b.txt", "de/val/c.txt"], "in/de/train/**", "in/de/val/**"),
+    (["squad_train_1.csv", "squad_dev_1.csv"], "in/*train*", "in/*dev*"),
+    (["Train.csv", "Eval.csv", "Test.csv"], "in/Train*", "in/Eval*"),
+    (["train.parquet/part-0.parquet", "dev.parquet/part-0.parquet"], "in/train*", "in/dev*"),
+    (["my [1]/train.txt", "my [1]/test.txt"], "in/my [[]1]/train*", "in/my [[]1]/test*"),
+]
+
+
+@pytest.mark.parametrize("names, train, held_out", SPLITS)
+def test_a_folder_of_splits_is_refused_with_the_flags_that_take_them_apart(names, train, held_out):
+    write(*[f"in/{name}" for name in names])
+    line = refusal("in/**")
+    assert f"--input '{train}' --val_input '{held_out}'" in line
+
+    for_training = found(train)
+    for_validation = list(find_files("val_input", [held_out], "train", Path("out")).values())
+    assert for_training and for_validation
+    assert not {*for_training} & {str(path) for path in for_validation}
+
+
+@pytest.mark.parametrize("pattern", ["in", "in/", "in/*", "in/*.jsonl", "in/**", "./in", "*/*"])
+def test_one_folder_or_glob_that_means_several_splits_is_refused(pattern):
+    write("in/train-a.jsonl", "in/test-a.jsonl")
+    assert "train*" in refusal(pattern)
+
+
+def test_splits_that_are_named_one_by_one_are_read():
+    names = ["in/train-a.jsonl", "in/train-b.jsonl", "in/test.jsonl"]
+    write(*names)
+    assert found("in/train*", "in/test*") == names
+    assert found(*names) == names
+    assert found("in/test*") == ["in/test.jsonl"]
+
+
+def test_splits_that_are_for_validation_are_not_mixed_with_the_others():
+    write("in/train.jsonl", "in/validation.jsonl", "in/test.jsonl")
+    held_back = find_files("val_input", ["in/validation*", "in/test*"], "train", Path("out"))
+    files = find_files("input", ["in"], "train", Path("out"), held_back)
+    assert [str(path) for path in files.values()] == ["in/train.jsonl"]
+
+    assert find_files("val_input", ["in"], "train", Path("out"))
+    held_back.popitem()
+    with pytest.raises(UserError, match="train, test"):
+        find_files("input", ["in"], "train", Path("out"), held_back)
+
+
+@pytest.mark.parametrize("names", [
+    ["train.txt", "chapter.txt"],
+    ["test.txt", "validation.txt"],
+    ["train.jsonl", "test.csv"],
+    ["trains.txt", "test.txt"],
+    ["my train set.txt", "test.txt"],
+    ["train/a.txt", "book/test/b.txt"],
+    ["train-and-test.txt", "latest.txt"],
+    ["train_test.txt", "trainers.txt"],
+    ["old train/a.txt", "test/b.txt"],
+])
+def test_names_that_only_look_like_splits_are_read(names):
+    write(*[f"in/{name}" for name in names])
+    assert len(found("in/**")) == 2
+
+
 # ------------------------------------------------------------------------- folders that are files
 
 def test_a_folder_named_as_a_file_is_read_as_the_files_in_it(capsys):
@@ -205,6 +284,7 @@ def test_of_a_saved_dataset_of_several_splits_the_split_is_read():
     write("saved/dataset_dict.json")
     assert found("saved") == ["saved/train/data-00000-of-00001.arrow"]
     assert found("saved", split="test") == ["saved/test/data-00000-of-00001.arrow"]
+    assert "saved/test/**" in refusal("saved/**")
     with pytest.raises(FileNotFoundError):
         found("saved", split="validation")
 

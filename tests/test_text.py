@@ -3,6 +3,8 @@ import bz2
 import csv
 import gzip
 import json
+import time
+import tracemalloc
 
 import numpy as np
 import pyarrow
@@ -11,7 +13,7 @@ import pytest
 from helpers import ROOT
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from texts import DOCUMENTS, write_documents
+from texts import DOCUMENTS, SCRIPTS, write_documents
 
 import runtime.text
 from runtime.cli import UserError
@@ -142,7 +144,8 @@ def test_a_long_text_comes_in_pieces_that_are_cut_between_words(tmp_path, monkey
 
 
 SPACES = " \n\r\t\v\f\x1c\x1f\x85\xa0\u1680\u2003\u2028\u3000"
-PIECES = st.sampled_from(["\n\n", " ", "    ", "\r\n", "a", "'s", "1.", "é中", *SPACES])
+PIECES = st.sampled_from([
+    "\n\n", " ", "    ", "\r\n", "a", "'s", "1.", "é中", "。", "，の", "！", "ガ", *SPACES])
 
 
 @FAST
@@ -158,10 +161,92 @@ def test_the_pieces_of_a_text_have_the_tokens_of_the_whole(gpt2, tmp_path, parts
         patch.setattr(runtime.text, "BLOCK", block)
         chunks = list(reader.read_chunks(tmp_path / "a.txt"))
 
+    assert tokens_of_chunks(gpt2, chunks) == gpt2.encode_ordinary(text)
+
+
+def tokens_of_chunks(gpt2, chunks):
     tokens = []
     for chunk in chunks:
         tokens.extend(gpt2.encode_ordinary(chunk.removeprefix(MARK).decode()))
-    assert tokens == gpt2.encode_ordinary(text)
+    return tokens
+
+
+@pytest.mark.parametrize("block", [4, 30, 200])
+@pytest.mark.parametrize("blank", ["", " ", "\u3000"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_in_every_script_the_pieces_of_a_text_have_the_tokens_of_the_whole(
+        script, blank, block, gpt2, tmp_path, monkeypatch):
+    text = blank.join([SCRIPTS[script]] * 12)
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    monkeypatch.setattr(runtime.text, "BLOCK", block)
+    chunks = list(TextReader("text", "", MARK).read_chunks(tmp_path / "a.txt"))
+    assert tokens_of_chunks(gpt2, chunks) == gpt2.encode_ordinary(text)
+
+
+LETTERS = [chr(code) for codes in (range(0x3041, 0x3095), range(0x30a1, 0x30fb),
+                                   range(0x4e00, 0x9fa6)) for code in codes]
+
+
+@pytest.mark.parametrize("sign", "。，！？、；")
+def test_before_each_letter_of_chinese_and_japanese_a_cut_behind_a_sign_leaves_the_tokens(
+        sign, gpt2, tmp_path, monkeypatch):
+    text = "".join(sign + letter for letter in LETTERS)
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    monkeypatch.setattr(runtime.text, "BLOCK", 6)           # bytes: a letter and a sign
+    chunks = list(TextReader("text", "", MARK).read_chunks(tmp_path / "a.txt"))
+
+    assert len(chunks) > 0.9 * len(LETTERS)
+    assert tokens_of_chunks(gpt2, chunks) == gpt2.encode_ordinary(text)
+
+
+def test_a_book_in_one_line_is_read_in_pieces_and_in_little_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(runtime.text, "BLOCK", 10_000)
+    (tmp_path / "a.txt").write_text(SCRIPTS["chinese"] * 8000, encoding="utf-8")
+    sizes = []
+    tracemalloc.start()
+    for chunk in TextReader("text", "", MARK).read_chunks(tmp_path / "a.txt"):
+        sizes.append(len(chunk))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert sum(sizes) == (tmp_path / "a.txt").stat().st_size + len(MARK)
+    assert max(sizes) < 30_000
+    assert peak < 300_000
+
+
+UNCUT = {"dna": "ACGT" * 250_000, "emoji": "🙂" * 250_000}
+
+
+@pytest.mark.parametrize("separator", ["", "--"])
+@pytest.mark.parametrize("kind", UNCUT)
+def test_a_text_that_can_be_cut_nowhere_takes_three_times_its_size(kind, separator, tmp_path):
+    (tmp_path / "a.txt").write_text(UNCUT[kind], encoding="utf-8")
+    reader = TextReader("text", separator, MARK)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime.text, "BLOCK", 10_000)
+        tracemalloc.start()
+        chunks = list(reader.read_chunks(tmp_path / "a.txt"))
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+
+    assert chunks == [MARK + UNCUT[kind].encode()]
+    assert peak < 3.2 * 1_000_000
+
+
+@pytest.mark.parametrize("separator", ["", "ACGA"])
+def test_no_part_of_a_text_is_searched_again_for_each_block(separator, tmp_path, monkeypatch):
+    def seconds(text):
+        (tmp_path / "a.txt").write_text(text)
+        tries = []
+        for _ in range(3):
+            begun = time.process_time()
+            list(TextReader("text", separator, MARK).read_chunks(tmp_path / "a.txt"))
+            tries.append(time.process_time() - begun)
+        return min(tries)
+
+    monkeypatch.setattr(runtime.text, "BLOCK", 200)
+    # 2000 blocks, of which the last would be 2000 times as much work as the first.
+    assert seconds("ACGT" * 100_000) < 10 * seconds("ACG " * 100_000)
 
 
 STORIES = ["One day,\n  a cat.\n\nIt slept.", " Two", "Three \u2028"]
@@ -209,12 +294,23 @@ def test_endoftext_in_a_text_without_a_separator_is_told_once(tmp_path, capsys):
     assert "a.txt" in told[0] and "--separator" in told[0]
 
 
+@pytest.mark.parametrize("separator, data, words", [
+    (r"\n\n", b"One.\n\nTwo.", r"$'\n'"),
+    ("\n\n", b"One.\r\n\r\nTwo.", r"$'\r\n'"),
+    ("\n--\n", b"One.\r\n--\r\nTwo.", r"$'\r\n'")])
+def test_line_ends_are_named_where_they_keep_a_separator_from_being_found(
+        separator, data, words, tmp_path, capsys):
+    read_bytes(tmp_path, "a.txt", data, separator=separator)
+    assert words in capsys.readouterr().err
+
+
 def test_a_separator_that_does_not_divide_a_file_is_told(tmp_path, capsys):
     read_bytes(tmp_path, "a.txt", b"One. == Two.", separator="==")
     assert capsys.readouterr().err == ""
 
     read_bytes(tmp_path, "a.txt", b"One. Two.", separator="==")
-    assert "--separator" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "--separator" in told and "$" not in told
 
 
 @pytest.mark.parametrize("before", [0, 1, 500, 1 << 20])
@@ -234,6 +330,13 @@ def test_the_place_is_that_of_the_character_also_where_a_block_ends_in_it(tmp_pa
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
 def test_utf16_without_a_mark_is_named(encoding, tmp_path):
     assert "UTF-16" in refusal(tmp_path, "a.txt", ("word " * 50).encode(encoding))
+
+
+@pytest.mark.parametrize("name, data, place", [
+    ("a.txt", "Ende: ü", "byte 6 "), ("a.md", "🙂", "byte 0 "),
+    ("a.jsonl", '{"text": "中', "line 1 "), ("a.csv", "text\né", "line 2 ")])
+def test_a_file_that_ends_inside_a_character_is_refused(name, data, place, tmp_path):
+    assert place in refusal(tmp_path, name, data.encode()[:-1])
 
 
 # ------------------------------------------------------------------------- JSON lines
@@ -266,6 +369,23 @@ def test_the_fields_of_json_are_shown_where_the_first_line_lacks_the_text(tmp_pa
     assert "'body'" in line and "' id'" in line
 
 
+def test_a_number_that_is_too_long_for_python_is_named(tmp_path):
+    data = b'{"text": "a"}\n{"text": "b", "n": ' + b"7" * 4301 + b"}\n"
+    line = refusal(tmp_path, "a.jsonl", data)
+    assert "line 2" in line and "4,300 digits" in line
+    assert "jq" not in line
+
+
+def test_brackets_that_are_too_deep_for_python_are_named(tmp_path, monkeypatch):
+    def loads(line):
+        raise RecursionError("as json does")
+
+    monkeypatch.setattr(json, "loads", loads)
+    line = refusal(tmp_path, "a.jsonl", b'{"text": "a", "tree": [[[[]]]]}\n')
+    assert "line 1" in line and "brackets" in line
+    assert "jq" not in line
+
+
 @pytest.mark.parametrize("data", [b'{\n  "text": "a"\n}\n', b'[{"text": "a"},\n {"text": "b"}]\n'])
 def test_json_that_is_not_in_lines_is_refused_with_the_way_to_make_it_so(data, tmp_path):
     assert "jq -c" in refusal(tmp_path, "a.json", data)
@@ -276,6 +396,18 @@ def test_json_that_is_not_in_lines_is_refused_with_the_way_to_make_it_so(data, t
 def test_cells_of_a_csv_may_be_quoted_and_hold_line_ends(tmp_path):
     data = b'id,text\r\n1,"a, ""b""\r\nc"\r\n\r\n2,d\r\n'
     assert read_bytes(tmp_path, "a.csv", data) == ['a, "b"\r\nc', "d"]
+
+
+def test_a_cell_may_be_longer_than_pythons_limit(tmp_path):
+    documents = ["word " * 40_000, "b"]
+    assert len(documents[0]) > 131_072
+    assert read(write_documents(tmp_path / "a.csv", documents)) == documents
+
+
+def test_two_columns_of_the_name_are_refused_and_of_another_name_not(tmp_path):
+    data = b"id,text,id,text\n1,a,2,b\n"
+    assert "'text' 2 times" in refusal(tmp_path, "a.csv", data)
+    assert read_bytes(tmp_path, "b.csv", data.replace(b"text\n", b"body\n")) == ["a"]
 
 
 def test_a_lone_carriage_return_in_a_cell_does_not_split_the_document(tmp_path):
@@ -419,6 +551,14 @@ def test_a_column_that_is_no_text_is_refused(column, name, write, tmp_path):
 def test_a_missing_column_is_refused_and_the_others_are_shown(name, write, tmp_path):
     write(pyarrow.table({"body ": ["a"]}), tmp_path / name)
     with pytest.raises(UserError, match="'body '.*--text_field"):
+        read(tmp_path / name)
+
+
+@pytest.mark.parametrize("name, write", TABLES)
+def test_two_columns_of_a_table_with_the_name_are_refused(name, write, tmp_path):
+    columns = [pyarrow.array(["a"]), pyarrow.array(["b"])]
+    write(pyarrow.Table.from_arrays(columns, names=["text", "text"]), tmp_path / name)
+    with pytest.raises(UserError, match="'text' 2 times"):
         read(tmp_path / name)
 
 

@@ -11,7 +11,7 @@ import pytest
 from helpers import ROOT
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from texts import DOCUMENTS, tokens_of
+from texts import DOCUMENTS, SCRIPTS, tokens_of
 
 import runtime.tokenizer
 from runtime.cli import RunError, UserError
@@ -174,6 +174,27 @@ def test_tokens_that_are_not_tiktokens_end_the_run(text, at, encoder, monkeypatc
         encoder.encode(text.encode())
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_tokens_are_compared_in_every_script_with_and_without_blanks(script, encoder, monkeypatch):
+    pytest.importorskip("gigatoken")
+    text = SCRIPTS[script].replace(" ", "") * 200
+    encoder.encode(text.encode())
+    make_wrong(encoder, monkeypatch, 150)
+    with pytest.raises(RunError, match="--encoder tiktoken"):
+        encoder.encode(text.encode())
+
+
+RUNS = st.sampled_from(["ACGT", "actg", "a", "-", "=", "0123456789", "é", "🙂", "กข", "中", "'s"])
+
+
+@FAST
+@given(RUNS, st.integers(0, 40), TEXTS)
+def test_wherever_the_sample_ends_right_tokens_are_taken(gpt2, encoder, run, length, text):
+    # The second document begins before, in, or behind the last bytes of the sample.
+    texts = [run * ((960 + length - 2 * len(encoder.mark)) // len(run)), text + run * 300]
+    assert encoder.encode(chunk_of(encoder, texts)).tolist() == tokens_of(gpt2, texts)
+
+
 def test_only_the_first_kilobyte_of_a_chunk_is_compared(encoder, monkeypatch):
     pytest.importorskip("gigatoken")
     make_wrong(encoder, monkeypatch, 5000)
@@ -194,6 +215,24 @@ def test_a_token_too_many_or_too_few_at_the_end_of_a_short_chunk_ends_the_run(
     monkeypatch.setattr(encoder, "gigatoken", wrong)
     with pytest.raises(RunError):
         encoder.encode(chunk_of(encoder, ["one two three"]))            # four tokens
+
+
+def test_gigatoken_is_loaded_anew_before_it_has_kept_too_much(gpt2, monkeypatch):
+    pytest.importorskip("gigatoken")
+    encoder = Encoder()
+    loaded = []
+
+    def load_gigatoken(mark):
+        loaded.append(mark)
+        return encoder.gigatoken
+
+    monkeypatch.setattr(runtime.tokenizer, "load_gigatoken", load_gigatoken)
+    encoder.encode(b"words")
+    assert loaded == []
+
+    monkeypatch.setattr(runtime.tokenizer, "FRESH_SECONDS", 0.0)
+    assert encoder.encode(chunk_of(encoder, DOCUMENTS)).tolist() == tokens_of(gpt2, DOCUMENTS)
+    assert loaded == [encoder.mark.decode()]
 
 
 # ------------------------------------------------------------------------- without gigatoken
