@@ -94,6 +94,11 @@ class Metrics(Sequence):
         return min(losses, default=None)
 
 
+def line_of(cells: dict[str, str]) -> str:
+    """The line of a row with these cells, {column: text}; the others are empty."""
+    return ",".join(cells.get(name, "") for name in FORMATS)
+
+
 def read_lines(path: str | Path) -> dict[int, str]:
     """{step: line} of the complete rows; of two rows of a step the last one. ValueError for a file
     of another kind."""

@@ -27,7 +27,7 @@ from runtime.files import (
     sync,
     what_resumes,
 )
-from runtime.metrics import FORMATS, HEADER, REMEDY, Metrics, read_lines
+from runtime.metrics import FORMATS, HEADER, REMEDY, Metrics, line_of, read_lines
 from runtime.network import store_of_torchrun
 from runtime.plots import plot_run
 
@@ -98,15 +98,12 @@ class Output:
 
     # ------------------------------------------------------------------------- metrics.csv
 
-    def continue_metrics(self, step: int, reopen: bool = False) -> None:
+    def continue_metrics(self, step: int) -> None:
         """Makes metrics.csv anew, with the rows that it has up to `step`.
 
-        Of a row of `step` the evaluations stay. With `reopen` it is in memory only, until what else
-        the step measures is there.
+        Of a row of `step` itself the evaluations stay: the step will be trained again.
         """
-        self.close_table()
         path = self.out / "metrics.csv"
-        self.metrics = Metrics()
         lines = {}
         if step > 0 and is_there(path):
             with reading(path, REMEDY):
@@ -119,13 +116,9 @@ class Output:
                 f"checkpoints up to step {step} stay, because one of them may be the best")
 
         if step in lines:
-            # The step itself will be trained again.
             for name in ("train", "lr", "norm", "tokens_per_second"):
                 self.metrics.set(name, math.nan)
-        if step in lines and reopen:
-            del lines[step]
-            cells = self.metrics[-1].items()
-            self.row = {name: format(v, FORMATS[name]) for name, v in cells if v is not None}
+            lines[step] = line_of(self.last_row())
         lines = itertools.chain([HEADER], lines.values())
         replace_file(path, lambda file: file.writelines(f"{line}\n".encode() for line in lines))
 
@@ -154,8 +147,7 @@ class Output:
         if self.wandb:
             self.wandb.log(cells, step=step)
         if self.has_row(step) and self.row is None:
-            # Not by a truncate, which not all file systems have: s3fs would keep both rows.
-            self.continue_metrics(step, reopen=True)
+            self.reopen_row()
         if not self.has_row(step):
             self.end_row()
             cells = dict(step=step, tokens=self.tokens_before(step), seconds=self.seconds) | cells
@@ -187,15 +179,30 @@ class Output:
         """Writes the last row, if it is not in the file yet."""
         if self.row is None:
             return
-        line = ",".join(self.row.get(name, "") for name in FORMATS)
         path = self.out / "metrics.csv"
         with naming(path):
             if self.table is None:
                 # Not "a", which would begin a new file where the disk with this one is away.
                 self.table = open(path, "r+", newline="\n")
                 self.table.seek(0, os.SEEK_END)
-            print(line, file=self.table, flush=True)
+            print(line_of(self.row), file=self.table, flush=True)
         self.row = None
+
+    def last_row(self) -> dict[str, str]:
+        """{column: text} of the cells of the last row that are not empty."""
+        cells = self.metrics[-1].items()
+        return {name: format(value, FORMATS[name]) for name, value in cells if value is not None}
+
+    def reopen_row(self) -> None:
+        """Takes the last row out of the file again, for what else its step measures."""
+        # Not by a truncate, which not all file systems have: s3fs would keep both rows.
+        self.close_table()
+        self.row = self.last_row()
+        path = self.out / "metrics.csv"
+        with naming(path):
+            text = path.read_bytes()
+        end_of_others = text[:-1].rfind(b"\n") + 1
+        replace_file(path, lambda file: file.write(text[:end_of_others]))
 
     def close_table(self) -> None:
         """Puts metrics.csv onto the disk. What mounts a bucket uploads a file when it is closed."""

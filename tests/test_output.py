@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from helpers import (
     BYTES,
+    ENV,
     contents,
     limit_file_size,
     logged,
@@ -27,9 +28,7 @@ from helpers import (
     same_end,
     saved,
     saved_steps,
-    site,
     striking,
-    torchrun,
     train,
 )
 from peers import make_model
@@ -44,7 +43,7 @@ from runtime.checkpoint import Start
 from runtime.cli import RunError, UserError
 from runtime.files import lock_folder
 from runtime.metrics import HEADER, read_metrics
-from runtime.output import Output, lock_run
+from runtime.output import Output
 from runtime.ranks import Process
 from runtime.shards import write_shard
 
@@ -690,32 +689,20 @@ def test_the_error_of_a_run_is_told_where_what_resumes_cannot_be_found_out(tmp_p
     assert "from the beginning" not in line
 
 
-def test_a_folder_that_has_lost_its_run_ends_the_ranks_that_torchrun_has_restarted(tmp_path):
-    store = dist.HashStore()                # in the place of torchrun's, which outlives a restart
-    lock_run(tmp_path / "log", store).close()
-    lock_run(tmp_path / "log", store).close()
-
-    shutil.rmtree(tmp_path / "log")
-    refused(lambda: lock_run(tmp_path / "log", store), tmp_path / "log", failed=True)
-    assert not (tmp_path / "log").exists()
-    lock_run(tmp_path / "log", dist.HashStore()).close()        # a job of its own
-    lock_run(tmp_path / "log", None).close()                    # without torchrun
-
-
-def test_torchruns_restart_does_not_begin_anew_in_a_folder_that_has_lost_its_run(
+def test_a_restart_by_torchrun_does_not_begin_anew_in_a_folder_that_has_lost_its_run(
         byte_data, tmp_path):
     """As where the mount of --out has ended."""
-    env = site(tmp_path / "site", f"""
-import os, shutil, helpers
-def lose_the_folder_and_die():
-    shutil.rmtree({str(tmp_path / "log")!r})
-    os.kill(os.getpid(), 9)
-helpers.strike("step 3", call=lose_the_folder_and_die)""")
-    result = torchrun("--data", byte_data, *SHORT, "--out", tmp_path / "log", "--device", "cpu",
-                      options=["--standalone", "--nproc_per_node=1", "--max_restarts=1"], env=env)
-    assert result.returncode == 1
-    assert f"{tmp_path / 'log'} has lost" in result.stderr
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    env = {**ENV, "TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "0", "WORLD_SIZE": "1",
+           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    flags = ["--data", byte_data, *SHORT, "--out", tmp_path / "log"]
+    run(*flags, env=env, code=-9, before=striking("step 1", "SIGKILL"))
+    run(*flags, env=env, code=-9, before=striking("step 3", "SIGKILL"))
+
+    shutil.rmtree(tmp_path / "log")
+    refused(lambda: run(*flags, env=env, code=1), tmp_path / "log", "the mount", failed=True)
     assert not (tmp_path / "log").exists()
+    run(*flags)                             # typed again, which no store remembers
 
 
 def kill_bindfs(mount):
