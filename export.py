@@ -6,19 +6,14 @@
 from pathlib import Path
 
 from recipes import check_tokens, load_model
-from runtime.cli import FlagParser, UserError, run_command, user_path
+from runtime.cli import MODEL_HELP, FlagParser, UserError, run_command, user_path
 from runtime.huggingface import EXPORTED, MODELING
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = FlagParser(prog="export.py", description=__doc__)
-    parser.add_argument("source", type=user_path, metavar="SOURCE",
-                        help="A checkpoint (of this project, nanoGPT or build-nanogpt), the "
-                             "folder of a run (its newest checkpoint), FOLDER/best (the "
-                             "checkpoint with the lowest validation loss), a folder in the "
-                             "Hugging Face format, or a name on the Hugging Face hub.")
-    parser.add_argument("folder", type=user_path, metavar="FOLDER",
-                        help="A new or empty folder.")
+    parser.add_argument("source", type=user_path, metavar="SOURCE", help=f"{MODEL_HELP}.")
+    parser.add_argument("folder", type=user_path, metavar="FOLDER", help="A new or empty folder.")
     args = parser.parse_args(argv)
 
     # The files of two models in one folder could be read as those of one.

@@ -20,19 +20,23 @@ import os
 import re
 import shlex
 import shutil
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 from tqdm import tqdm
 
-from runtime.cli import FlagParser, UserError, run_command, user_path
+from presets import PRESETS
+from runtime.cli import FlagParser, UserError, check_range, run_command, user_path
 from runtime.files import lock_folder, remove_leftovers
+from runtime.recipe import BatchSchedule, growing_batch
 from runtime.shards import (
-    file_sha256, list_shards, manifest_to_continue, open_shard, read_manifest, shard_names,
+    count_tokens, file_sha256, list_shards, manifest_to_continue, read_manifest, shard_names,
     unfinished, write_manifest, write_parts)
 from runtime.sources import (
     DOWNLOAD, FINEWEB, FINEWEB_EDU, HubDataset, LocalFiles, hub_errors, hub_names)
@@ -45,8 +49,6 @@ MOST_VALIDATION = 10_000_000    # tokens, if no flag says otherwise
 LEAST_TEXT = 200                # tokens: a shorter text is not divided, but refused
 PRETOKENIZED = "kjj0/fineweb10B-gpt2"
 PUBLISHED_SHARDS = 103          # for training, that it has
-# --block_size of these presets, which recipes.py has, too. To import it would load torch.
-BLOCK_SIZES = {"shakespeare": 1024, "small": 256, "gpt2": 1024}
 
 
 # ----------------------------------------------------------------------------- flags
@@ -54,6 +56,9 @@ BLOCK_SIZES = {"shakespeare": 1024, "small": 256, "gpt2": 1024}
 # These flags determine the bytes of the shards, beside the text, and the manifest records them.
 RECORDED = ["text_field", "separator", "shard_size", "val_tokens", "max_tokens", "format"]
 TEXT_FLAGS = {*RECORDED, "out", "workers", "encoder"}
+# {flag: the largest number}; the smallest is 1.
+LARGEST = {"pretokenized": PUBLISHED_SHARDS, "shard_size": 2**30, "val_tokens": 2**30,
+           "max_tokens": 2**60, "workers": 256}
 # The first of these that is given says what the command is to do, with which others.
 COMBINED_WITH = {
     "verify": set(),
@@ -68,6 +73,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The flags. UserError for those that do not go together, and for numbers out of range."""
     parser = make_parser()
     args = parser.parse_args(argv)
+    for name, largest in LARGEST.items():
+        if getattr(args, name) is not None:
+            check_range(name, getattr(args, name), 1, largest)
     given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
     check_combination(given)
     if not given & COMBINED_WITH.keys():
@@ -124,7 +132,7 @@ def add_input_flags(add: Callable) -> None:
     add("--separator", metavar="TEXT", default="",
         help="The text between the documents of a .txt or .md, as in --separator '<|endoftext|>' "
              "(default: each file is one document).")
-    add("--pretokenized", type=positive(PUBLISHED_SHARDS), metavar="N",
+    add("--pretokenized", type=int, metavar="N",
         help="Fetch the first N published training shards of FineWeb, of 200 MB each.")
 
 
@@ -132,31 +140,21 @@ def add_output_flags(add: Callable) -> None:
     add("--out", type=user_path,
         help="The output folder (default edu_fineweb10B, fineweb10B with --pretokenized, or a name "
              "after --dataset; required with --input and --val_input).")
-    add("--shard_size", type=positive(2**30), default=100_000_000,
+    add("--shard_size", type=int, default=100_000_000,
         help="The number of tokens in a shard (default 100000000).")
-    add("--val_tokens", type=positive(2**30),
+    add("--val_tokens", type=int,
         help="How many tokens from the beginning of the text are for validation (default: a tenth "
              "of the text, at most 10000000; for FineWeb one shard, at most a tenth of "
              "--max_tokens).")
-    add("--max_tokens", type=positive(2**60),
+    add("--max_tokens", type=int,
         help="Stop after this number of tokens, validation included (default: no limit).")
-    add("--workers", type=positive(256), default=available_cores(),
+    add("--workers", type=int, default=available_cores(),
         help="The number of threads that encode (default: one per core).")
     add("--encoder", choices=["auto", "gigatoken", "tiktoken"], default="auto",
         help="The program that encodes. 'auto' means gigatoken where it is installed, else "
              "tiktoken, which is the reference and much slower (default auto).")
     add("--format", choices=["npy", "bin"], default="npy",
         help="The format of the shards: NumPy's .npy or llm.c's .bin (default npy).")
-
-
-def positive(most: int) -> Callable[[str], int]:
-    """The type of a flag that takes 1 to `most`."""
-    def number(text):
-        if not 1 <= int(text) <= most:
-            raise argparse.ArgumentTypeError(
-                f"{text} is out of range: choose a number from 1 to {most}")
-        return int(text)
-    return number
 
 
 def check_combination(given: Set[str]) -> None:
@@ -436,7 +434,8 @@ def next_command(out: Path, val: list[int], train: list[int]) -> str:
         preset = "gpt2"
 
     # A sequence and its last target must fit into a shard of either split.
-    block_size = BLOCK_SIZES[preset]
+    preset_block_size = PRESETS[preset].flags.get("block_size", 1024)
+    block_size = preset_block_size
     while block_size + 1 > min(max(val), max(train)):
         block_size //= 2
 
@@ -446,31 +445,42 @@ def next_command(out: Path, val: list[int], train: list[int]) -> str:
     if preset == "shakespeare":
         steps = steps_of_an_epoch(sum(train))
         command += f" --max_steps {steps}"
-        # With the preset's 50 a long run would validate for longer than it trains. Every 100 steps
+        # With the preset's 100 a long run would validate for longer than it trains. Every 100 steps
         # it has a checkpoint.
-        if steps > 400:
+        if steps > 1000:
             command += f" --val_every {math.ceil(steps / 1000) * 100}"
-    if block_size < BLOCK_SIZES[preset]:
+    if block_size < preset_block_size:
         command += f" --block_size {block_size}"
     return command
 
 
 def steps_of_an_epoch(tokens: int) -> int:
     """The steps in which --preset shakespeare reads so many tokens about once, but at least 100."""
-    # A step has 2,048 tokens. In a run of up to 204 steps it has 1,536 on average: frontier.py's
-    # batch_divisors halves the batch of the first steps. So no run reads between 313,344 and
-    # 419,840 tokens: the nearer one of the two is taken.
-    if tokens < 366_592:
-        return max(100, min(204, math.ceil(tokens / 1536)))
-    return max(205, math.ceil(tokens / 2048))
+    flags = PRESETS["shakespeare"].flags
+
+    def tokens_of_run(steps):
+        # The batch of its first steps may be smaller.
+        config = SimpleNamespace(**flags | {"max_steps": steps})
+        config.sequence_length = config.block_size
+        schedule = BatchSchedule(config.total_batch_size, steps, growing_batch(config))
+        return schedule.tokens_before(steps)
+
+    # The first number of steps that reads them all. Where a step more means larger batches all the
+    # way, it reads far more than them: then the one before, if that is nearer.
+    steps = bisect_left(range(2**32), tokens, lo=1, key=tokens_of_run)
+    beyond = tokens_of_run(steps) - tokens
+    missing = tokens - tokens_of_run(steps - 1)
+    if beyond > max(missing, flags["total_batch_size"]):
+        steps -= 1
+    return max(100, steps)
 
 
 def print_summary(out: Path, empty_rows: int, val_only: bool) -> None:
     """What the folder has, what this call has left out, and the command that comes next."""
-    val = [len(open_shard(path)) for path in list_shards(out, "val")]
+    val = [count_tokens(path) for path in list_shards(out, "val")]
     train = []
     if not val_only:
-        train = [len(open_shard(path)) for path in list_shards(out, "train")]
+        train = [count_tokens(path) for path in list_shards(out, "train")]
     line = (f"{out}: {len(val) + len(train)} shards complete, {sum(val):,} tokens for validation "
             f"and {sum(train):,} for training")
     if empty_rows:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 import speedrun
 from model import Embedding, attention
-from runtime.recipe import BatchSchedule, Recipe
+from runtime.recipe import Recipe, growing_batch
 from runtime.tokenizer import EOT, VOCAB_SIZE, token_bytes
 from speedrun import CastedLinear, ModernLanguageModel, SpeedrunAttention, SpeedrunBlock, norm
 
@@ -96,7 +96,7 @@ def bigram_hash(tokens, rows):
     before = torch.where(tokens == EOT, EOT, before)
 
     # There are more pairs than rows, so that some share one. The factors are the record's.
-    return (36313 * tokens ^ 27191 * before) % rows
+    return ((36313 * tokens) ^ (27191 * before)) % rows
 
 
 # ---------------------------------------------------------------------- shifted keys
@@ -129,11 +129,11 @@ def shift_keys(k, starts):
 class FrontierAttention(SpeedrunAttention):
     """SpeedrunAttention with shifted keys."""
 
-    def forward(self, x, v1, rotary, kernel, past, starts):
+    def forward(self, x, v1, rotary, past, starts):
         """x (B, T, C) -> (B, T, C), and v1: the values of the first block, None in that block."""
         q, k, v, v1 = self.queries_keys_values(x, v1, rotary, past)
         k = shift_keys(k, starts)
-        y = attention(q, k, v, kernel)                                          # (B, T, nh, hs)
+        y = attention(q, k, v, self.kernel)                                     # (B, T, nh, hs)
         return self.c_proj(y.flatten(2)), v1
 
 
@@ -143,6 +143,7 @@ class FrontierGPT(ModernLanguageModel):
     """180.4M parameters at GPT-2's size: 38.6M in the bigram table, 18.2M in that of the parts."""
     recipe = "frontier"
     lookup_tables = ("bigram", "part")
+    computed_tables = ("parts",)                # an export has no tokenizer to compute it
     softcap = 15.0                              # record 18
 
     # As in speedrun the blocks of a new model add nothing. Nor do the tables of shared rows.
@@ -166,10 +167,12 @@ class FrontierGPT(ModernLanguageModel):
         self.lm_head = CastedLinear(C, V, device="meta")
         self.lm_head.weight = self.transformer.wte.weight
 
-        # 5 / C suits the learning rate: head_lr (below) is 1.5 / C at --max_lr 0.02, which is 0.3
-        # of it, as speedrun's embedding has 0.3 of 1. What enters the head has mean square 1, so
-        # the first logits have the variance C (5 / C)^2 = 25 / C, and the first loss is about
-        # ln(V) + 12.5 / C. Only the input token's own logit is larger: 5 before the softcap.
+        # The learning rate of speedrun's embedding is 0.3 of its deviation, 1. Here the rate is
+        # the head's, head_lr below: 1.5 / C at --max_lr 0.02. So the deviation is 5 / C.
+        #
+        # What enters the head has mean square 1. So the first logits have the variance
+        # C (5 / C)^2 = 25 / C, and the first loss is about ln(V) + 12.5 / C. Only the input token's
+        # own logit is larger: 5 before the softcap.
         self.embedding_std = 5 / C
         if not self.transformer.wte.weight.is_meta:     # on "meta" there is nothing to draw
             self.init_weights()
@@ -239,29 +242,12 @@ class FrontierGPT(ModernLanguageModel):
 
 
 # ---------------------------------------------------------------------- the recipe
-# `config` is train_gpt2.Config; `progress` is the share of the run's tokens before a step, 0 to 1.
+# `config` is config.Config; `progress` is the share of the run's tokens before a step, 0 to 1.
 # The measurements behind the numbers are in docs/lab-notes.md.
 
 def make_optimizers(model: FrontierGPT, config) -> list:
     return model.configure_optimizers(
         config.max_lr, config.weight_decay, speedrun.muon_dtype(config), config.total_batch_size)
-
-
-def batch_divisors(config) -> tuple[int, int, int]:
-    """Divisors of --total_batch_size in the three thirds of a run; see BatchSchedule.
-
-    Batches that grow are record 46's. A run of D tokens begins best with batches of sqrt(5 D)
-    tokens. So the first batch is halved, at most twice, while it is at least sqrt(2) times that.
-    """
-    # With smaller batches the same steps have fewer tokens: D is counted anew for each choice.
-    for divisors in ((1, 1, 1), (2, 1, 1)):
-        schedule = BatchSchedule(config.total_batch_size, config.max_steps, divisors)
-        best_first_batch = math.sqrt(5 * schedule.tokens_before(config.max_steps))
-        next_divisor = 2 * divisors[0]
-        can_be_halved = config.total_batch_size % (next_divisor * config.sequence_length) == 0
-        if schedule.tokens(0) < math.sqrt(2) * best_first_batch or not can_be_halved:
-            return divisors
-    return (4, 2, 1)
 
 
 def position_in_log(n: float, low: float, high: float) -> float:
@@ -291,10 +277,11 @@ def muon_momentum(progress: float, config) -> float:
 # modded-nanogpt's records up to 2026, where they help at small sizes, and more (docs/recipes.md).
 # 5,833 steps are 1.31B tokens, an estimate: record 10's, less what the later records save.
 RECIPE = Recipe(
+    FrontierGPT,
     make_optimizers,
     lr_scale=speedrun.trapezoid,
     momentum=muon_momentum,
-    batch_divisors=batch_divisors,
+    batch_divisors=growing_batch,               # record 46
     # A preset wins over `defaults`, but not over `rates`: the presets' rates are for AdamW.
     defaults=dict(n_head=6, max_steps=5833, weight_decay=0.0, grad_clip=math.inf),
     rates=dict(max_lr=0.02, warmup_steps=0),

@@ -14,7 +14,14 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.cli import FlagParser, UserError, run_command, user_path
+from runtime.cli import (
+    MODEL_HELP,
+    FlagParser,
+    UserError,
+    check_range,
+    run_command,
+    user_path,
+)
 from runtime.files import read_text, reading
 from runtime.tokenizer import encode
 
@@ -24,8 +31,11 @@ HUB_NAME = "Rowan/hellaswag"
 # ----------------------------------------------------------------------------- examples
 
 def load_examples(path: str | Path | None = None) -> list[dict]:
-    """Dicts with `ctx`, `endings` (4 strings) and `label` (0-3): from the .jsonl file `path`, or
-    without one the hub's validation split. UserError if they cannot be read."""
+    """The examples of the .jsonl file `path`, or without one the hub's validation split.
+
+    Each is a dict with `ctx`, `endings` (4 strings) and `label` (0-3). UserError if they cannot be
+    read.
+    """
     if not path:
         return load_examples_of_the_hub()
     with reading(f"HellaSwag's data {path}", "choose a .jsonl file of HellaSwag examples"):
@@ -46,11 +56,7 @@ def load_examples(path: str | Path | None = None) -> list[dict]:
 
 
 def load_examples_of_the_hub() -> list[dict]:
-    # A training run goes on without HellaSwag, if no flag has asked for it.
-    try:
-        import datasets
-    except ModuleNotFoundError:
-        raise UserError("the package datasets is not installed: pip install datasets") from None
+    import datasets
 
     with reading(
         f"HellaSwag ({HUB_NAME})",
@@ -62,8 +68,10 @@ def load_examples_of_the_hub() -> list[dict]:
 
 
 def check_example(row: dict, where: str) -> dict:
-    """The three fields of `row` that are used. UserError, with `where` the row stands, if one of
-    them is wrong."""
+    """The three fields of `row` that are used.
+
+    UserError, with `where` the row stands, if one of them is wrong.
+    """
     problem = UserError(f"{where} is not a HellaSwag example (expected ctx, a string; endings, "
                         f"four strings; label, 0 to 3): repair or remove the example")
     try:
@@ -72,7 +80,7 @@ def check_example(row: dict, where: str) -> dict:
 
         # The hub has "1", other files have 1, and 1.5 is a mistake.
         label = int(str(row["label"]))
-    except (KeyError, TypeError, ValueError, RecursionError):
+    except (KeyError, TypeError, ValueError):
         raise problem from None
     if not isinstance(endings, list) or len(endings) != 4:
         raise problem
@@ -86,8 +94,10 @@ def check_example(row: dict, where: str) -> dict:
 # ----------------------------------------------------------------------------- batches
 
 def render_example(example: dict) -> list[tuple[np.ndarray, int]]:
-    """The four rows of an example, a pair for each ending: the tokens of context + " " + ending
-    (1-D uint16), and how many of them are the ending's."""
+    """The four rows of an example: (context + " " + ending, how many tokens are the ending's).
+
+    The tokens of a row are 1-D uint16.
+    """
     ctx = encode(example["ctx"])
     rows = []
     for text in example["endings"]:
@@ -99,14 +109,15 @@ def render_example(example: dict) -> list[tuple[np.ndarray, int]]:
 def make_batches(
     examples: list[dict], block_size: int, batch_size: int = 32,
 ) -> list[tuple[np.ndarray, ...]]:
-    """Batches of at most batch_size rows. Examples are sorted, the longest first: a batch holds
-    little padding, and if memory runs out, it does so in the first one. A row longer than
-    block_size loses its beginning.
+    """Batches of at most batch_size rows: a list of (idx, targets, positions, labels), all int64.
 
-    Returns a list of (idx, targets, positions, labels), all int64, for n examples each:
-    idx, targets: (4 n, T), four rows for each example; targets are -1 outside the endings.
-    positions: (P,), the indices into the flat targets (4 n T) of those >= 0.
-    labels: (n,)
+    A batch of n examples has
+    - idx, targets: (4 n, T), four rows for each example; targets are -1 outside the endings
+    - positions: (P,), the indices into the flat targets (4 n T) of those >= 0
+    - labels: (n,)
+
+    Examples are sorted, the longest first: a batch holds little padding, and if memory runs out, it
+    does so in the first one. A row longer than block_size loses its beginning.
     """
     rendered = [(render_example(example), example["label"]) for example in examples]
     rendered.sort(key=longest_row, reverse=True)
@@ -149,8 +160,11 @@ def make_batch(rendered: list[tuple[list, int]], block_size: int) -> tuple[np.nd
 def evaluate(
     model, batches: Iterable[tuple[np.ndarray, ...]], device: str, autocast=None,
 ) -> np.ndarray:
-    """int64 (3,), counted over `batches`: examples whose right ending wins by summed loss (acc),
-    by mean loss (acc_norm), and all examples. Ranks have batches of their own, and sum them."""
+    """Counts over `batches`, int64 (3,): right by summed loss, right by mean loss, all examples.
+
+    The first two are acc and acc_norm, times the third. Ranks have batches of their own, and sum
+    what this returns.
+    """
     import torch
 
     # The counts stay on the device: reading one would wait for all of its work.
@@ -181,41 +195,50 @@ def evaluate(
     return counts.cpu().numpy()
 
 
-def examples_or_problem(path: str) -> tuple[list[dict], str]:
-    """load_examples; or [] and what went wrong, for a run that can go on without HellaSwag."""
-    try:
-        return load_examples(path), ""
-    except (UserError, OSError, ModuleNotFoundError) as error:
-        return [], str(error)
+def batches_of_run(config, process) -> list[tuple]:
+    """The batches of a training run, the same on all ranks; [] without HellaSwag.
 
-
-def hellaswag_batches(config, explicit_flags: set[str], process) -> list[tuple]:
-    """The batches of a training run, [] without HellaSwag. Rank 0 fetches the examples, before
-    the first step. If it cannot, that is a UserError where a flag asked for HellaSwag, and else a
-    warning."""
+    A file that --hellaswag_data names has to be right. Without the hub a run goes on.
+    """
     if not config.hellaswag_every:
         return []
-
-    # The others find the examples in rank 0's cache, or, where it failed, do not try.
-    examples, problem = [], ""
-    if process.is_master:
-        examples, problem = examples_or_problem(config.hellaswag_data)
-    problem = process.from_master(problem)
-    if not process.is_master and not problem:
-        examples, problem = examples_or_problem(config.hellaswag_data)
-    problems = [text for text in process.gather(problem) if text]
-    if problems and explicit_flags & {"hellaswag_every", "hellaswag_data"}:
-        raise process.shared(UserError(
-            f"{problems[0]}, or turn HellaSwag off with --hellaswag_every 0"))
-    if problems:
-        process.print0(f"warning: continuing without HellaSwag, because {problems[0]}")
-        return []
+    if config.hellaswag_data:
+        examples = process.on_all_ranks(load_examples, config.hellaswag_data)
+    else:
+        examples = fetch_examples(process)
+        if not examples:
+            return []
 
     # A GPU has room for more rows than most CPUs.
     batch_size = 32
-    if process.device.startswith("cuda"):
+    if process.on_gpu:
         batch_size = 128
     return make_batches(examples, config.block_size, batch_size)
+
+
+def fetch_examples(process) -> list[dict]:
+    """The hub's examples, on all ranks. [], after a warning, if they cannot be fetched."""
+    # Rank 0 is the first. The others find the examples in its cache, or do not try.
+    examples, problem = [], ""
+    if process.is_master:
+        examples, problem = examples_or_problem()
+    problem = process.from_master(problem)
+    if not process.is_master and not problem:
+        examples, problem = examples_or_problem()
+
+    problems = [text for text in process.gather(problem) if text]
+    if problems:
+        process.print0(f"warning: continuing without HellaSwag, because {problems[0]}")
+        return []
+    return examples
+
+
+def examples_or_problem() -> tuple[list[dict], str]:
+    """(the hub's examples, ""), or ([], why they cannot be fetched)."""
+    try:
+        return load_examples(), ""
+    except (UserError, ModuleNotFoundError) as error:
+        return [], str(error)
 
 
 # ----------------------------------------------------------------------------- the command
@@ -223,10 +246,7 @@ def hellaswag_batches(config, explicit_flags: set[str], process) -> list[tuple]:
 def parse_args(argv: list[str] | None):
     parser = FlagParser(prog="hellaswag.py", description=__doc__)
     parser.add_argument("--model", type=user_path, default="gpt2",
-                        help="A checkpoint, the folder of a run (its newest checkpoint), "
-                             "FOLDER/best (the checkpoint with the lowest validation loss), a "
-                             "folder in the Hugging Face format, or a name on the Hugging Face "
-                             "hub (default gpt2).")
+                        help=f"{MODEL_HELP} (default gpt2).")
     parser.add_argument("--data", type=user_path, metavar="FILE.jsonl",
                         help='A file of examples, each a line {"ctx": "...", "endings": [four '
                              'strings], "label": 0} (default: the validation split of '
@@ -244,11 +264,9 @@ def parse_args(argv: list[str] | None):
                         help="The number format of matrix products, by autocast (default "
                              "float32).")
     args = parser.parse_args(argv)
-    if args.batch_size < 4:
-        raise UserError(f"--batch_size {args.batch_size} is too small for the four rows of an "
-                        f"example: choose at least 4")
-    if args.limit is not None and args.limit < 1:
-        raise UserError(f"--limit {args.limit} leaves no example: choose at least 1")
+    check_range("batch_size", args.batch_size, 4, 2**40)
+    if args.limit is not None:
+        check_range("limit", args.limit, 1, 2**40)
     return args
 
 
@@ -260,7 +278,7 @@ def main(argv: list[str] | None = None) -> None:
     from tqdm import tqdm
 
     from recipes import check_tokens, load_model
-    from runtime.device import choose_device, oom_as_user_error
+    from runtime.hardware import choose_device, oom_as_user_error
     device = choose_device(args.device)
     examples = None
 

@@ -1,9 +1,11 @@
 """GPT-2 (Radford et al. 2019): architecture, loss, generation, and AdamW as for GPT-3.
 
     from model import GPT, GPTConfig
+    from presets import GPT2_SIZES
     from recipes import load_model
 
     model = GPT(GPTConfig())                        # new weights
+    model = GPT(GPTConfig(**GPT2_SIZES["gpt2-xl"]))
     model = GPT.from_pretrained("gpt2")             # the published weights, or those of a folder
     model = load_model("log/checkpoint_000250.pt")  # any model of this project or its peers
 
@@ -26,28 +28,15 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from runtime.kernels import chunked_cross_entropy, linear, matmul_dtype
+from runtime.loss import chunked_cross_entropy
+from runtime.matmul import linear, matmul_dtype
 from runtime.tokenizer import VOCAB_SIZE
 
-GPT2_SIZES = {
-    "gpt2": dict(n_layer=12, n_head=12, n_embd=768),            # 124,439,808 parameters
-    "gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024),    # 354,823,168
-    "gpt2-large": dict(n_layer=36, n_head=20, n_embd=1280),     # 774,030,080
-    "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600),        # 1,557,611,200
-}
-
-# The choices of --attention. With "auto" torch chooses one of its kernels, "naive" is the formula
-# of the paper, and the others are one kernel of torch's each.
-SDPA_KERNELS = {
-    "math": SDPBackend.MATH,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-}
-ATTENTION = ("auto", "naive", *SDPA_KERNELS)
+# The choices of --attention: the faster of torch's kernels and the formula of the paper; or the
+# formula.
+ATTENTION = ("auto", "naive")
 
 
 @dataclass
@@ -66,8 +55,8 @@ class GPTConfig:
 
 
 # ---------------------------------------------------------------------- layers
-# They are torch's, but draw no random numbers when they are made: init_weights of a model draws all
-# its weights, each once.
+# They are torch's, but draw no random numbers when they are made, which init_weights of the model
+# would draw once more.
 
 class Linear(nn.Linear):
     """nn.Linear without random weights."""
@@ -76,6 +65,7 @@ class Linear(nn.Linear):
         pass
 
     def forward(self, x):
+        # This is F.linear, which for few rows on a CPU, as in generation, would use one core only.
         return linear(x, self.weight, self.bias)
 
 
@@ -86,17 +76,12 @@ class Embedding(nn.Embedding):
         pass
 
 
-def head_size(config, even: bool = False) -> int:
-    """hs, the width of one attention head. ValueError if it is no whole number, or not `even`."""
+def head_size(config) -> int:
+    """hs, the width of one attention head. ValueError if it is no whole number."""
     C, nh = config.n_embd, config.n_head
     if C % nh != 0:
         raise ValueError(f"n_embd {C} must be divisible by n_head {nh}")
-
-    hs = C // nh
-    if even and hs % 2 != 0:
-        raise ValueError(f"n_embd {C} / n_head {nh} = {hs} must be even, because rotary embeddings "
-                         "rotate pairs of numbers")
-    return hs
+    return C // nh
 
 
 # ---------------------------------------------------------------------- attention
@@ -111,22 +96,17 @@ def attention(q, k, v, kernel="auto"):
     T, S = q.size(2), k.size(2)
 
     # If T is not S, there is a cache and T is 1: the newest token sees all others, without a
-    # mask. (torch.export and torch.jit.trace have sizes that are no plain numbers, so that T == S
-    # is no bool.)
+    # mask. (To torch.export and torch.jit.trace a size is no plain number, and T == S no bool.)
     is_causal = bool(T == S)
+    assert is_causal or T == 1
 
-    # On a CPU in bfloat16 the formula is faster than torch's kernels, while there are few scores.
+    # On a CPU in bfloat16 the formula is faster than torch's kernel, while there are few scores
+    # (docs/speed.md).
     on_cpu_in_bfloat16 = q.device.type == "cpu" and q.dtype == torch.bfloat16
-    if kernel == "auto" and on_cpu_in_bfloat16 and S <= 512:
-        kernel = "naive"
-
-    if kernel == "naive":
+    if kernel == "naive" or (on_cpu_in_bfloat16 and S <= 512):
         y = attention_by_formula(q, k, v, is_causal)
-    elif kernel == "auto":
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
     else:
-        with sdpa_kernel(SDPA_KERNELS[kernel]):
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
     return y.transpose(1, 2)
 
 
@@ -145,6 +125,8 @@ def attention_by_formula(q, k, v, is_causal):
 
 
 class CausalSelfAttention(nn.Module):
+    kernel = "auto"         # one of ATTENTION; LanguageModel.use_attention sets it
+
     def __init__(self, config, layer):
         super().__init__()
         C = config.n_embd
@@ -153,7 +135,7 @@ class CausalSelfAttention(nn.Module):
         self.n_head = config.n_head
         self.layer = layer                      # the number of the block, from 0 on
 
-    def forward(self, x, kernel="auto", past=None):
+    def forward(self, x, past=None):
         B, T, C = x.size()
         hs = C // self.n_head
         q, k, v = self.c_attn(x).split(C, dim=2)                                # 3 times (B, T, C)
@@ -166,7 +148,7 @@ class CausalSelfAttention(nn.Module):
             k = past.append(f"k{self.layer}", k)                                # (B, S, nh, hs)
             v = past.append(f"v{self.layer}", v)
 
-        y = attention(q, k, v, kernel)                                          # (B, T, nh, hs)
+        y = attention(q, k, v, self.kernel)                                     # (B, T, nh, hs)
         return self.c_proj(y.reshape(B, T, C))
 
 
@@ -200,8 +182,8 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd)
         self.mlp = MLP(config)
 
-    def forward(self, x, kernel="auto", past=None):
-        x = x + self.attn(self.ln_1(x), kernel, past)
+    def forward(self, x, past=None):
+        x = x + self.attn(self.ln_1(x), past)
         x = x + self.mlp(self.ln_2(x))
         return x
 
@@ -268,10 +250,18 @@ class LanguageModel(nn.Module):
     lookup_tables = ()      # names of the embeddings that are only looked up, never multiplied
     softcap = 0.0           # if c > 0, the logits are c tanh(y / c), where y is the head's output
 
+    # How many vectors of width n_embd a block keeps of each token for its backward, compiled. The
+    # first guess of the micro-batch that fits into a GPU's memory is made with it.
+    kept_vectors = 0.0
+
     # How to compute, which changes no result but by rounding. train_gpt2.py sets these.
-    kernel = "auto"         # attention's, one of ATTENTION
     loss_chunk = 0          # how many tokens' logits training holds in memory at a time; 0: all
     recompute = False       # compute each block again in the backward, to keep less in memory
+
+    def use_attention(self, kernel: str) -> None:
+        """Computes attention by this kernel, one of ATTENTION, from now on."""
+        for block in self.transformer.h:
+            block.attn.kernel = kernel
 
     def head(self) -> Tensor:
         """The matrix (vocab_size, C) that turns hidden states into logits."""
@@ -317,6 +307,9 @@ class LanguageModel(nn.Module):
             # No block draws random numbers. So no generator's state has to be kept for it.
             return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False)
         return block(*args)
+
+    def before_compile(self) -> None:
+        """Tells torch.compile what it has to know about a model of this kind."""
 
     def token_losses(self, idx: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
         """Cross-entropy (nats) of each token, float32 (B, T), and 0 where the target is -1.
@@ -364,8 +357,8 @@ class LanguageModel(nn.Module):
         """
         block_size = self.config.block_size
 
-        # The head is cast to autocast's dtype once. Autocast keeps only the casts of parameters,
-        # and frontier's head is a sum of rows: it would be cast again for each token.
+        # The head is cast to autocast's dtype once. Autocast keeps only the casts of parameters: a
+        # head that is computed, as frontier's is, would be cast again for each token.
         head = self.head()
         head = head.to(matmul_dtype(head))
 
@@ -408,13 +401,17 @@ class LanguageModel(nn.Module):
 class GPT(LanguageModel):
     """Pre-norm blocks, learned positions, GELU, biases everywhere, a head tied to the embedding.
 
-    There is no dropout. So a model in training computes the same as in evaluation, and nothing in
-    this project calls model.train() or model.eval().
+    There is no dropout: model.train() and model.eval() would change nothing.
     """
     # What LanguageModel and the code that saves a model ask of each class.
     Config = GPTConfig
     recipe = "gpt2"
     lookup_tables = ("wpe",)            # wte is the head, too
+
+    # Its input, the first norm, q, k, v, the output of attention, the residual stream and the
+    # second norm; and 4 of the hidden layer, whose GELU is computed again. The rest are statistics
+    # of the norms and of attention.
+    kept_vectors = 12.2
 
     def __init__(self, config):
         super().__init__()
@@ -429,12 +426,12 @@ class GPT(LanguageModel):
             "ln_f": nn.LayerNorm(C),
         })
 
-        # The head's weight is the embedding's (arXiv:1608.05859). The layer is made on "meta", so
-        # that its own weight, which is replaced at once, takes no memory.
+        # The head's weight is the embedding's (arXiv:1608.05859). On "meta" the layer's own weight,
+        # which is replaced at once, takes no memory.
         self.lm_head = Linear(C, V, bias=False, device="meta")
         self.lm_head.weight = self.transformer.wte.weight
 
-        # The reader of checkpoints makes the whole model on "meta", and then loads its weights.
+        # runtime/weights.py makes the whole model on "meta", and then loads its weights.
         if not self.transformer.wte.weight.is_meta:
             self.init_weights()
 
@@ -479,7 +476,7 @@ class GPT(LanguageModel):
         # run_block (of LanguageModel) calls the block; with --recompute the backward computes it
         # again.
         for block in self.transformer.h:
-            x = self.run_block(block, x, self.kernel, past)
+            x = self.run_block(block, x, past)
         return self.transformer.ln_f(x)
 
     def configure_optimizers(self, max_lr, weight_decay, betas=(0.9, 0.95), eps=1e-8):

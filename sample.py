@@ -9,17 +9,14 @@ import itertools
 import sys
 from collections.abc import Iterable, Iterator
 
-from runtime.cli import FlagParser, UserError, run_command, user_path
+from runtime.cli import MODEL_HELP, FlagParser, check_range, run_command, user_path
 from runtime.tokenizer import EOT, encode, tokenizer
 
 
 def make_parser() -> FlagParser:
     parser = FlagParser(prog="sample.py", description=__doc__)
     parser.add_argument("--model", type=user_path, default="gpt2",
-                        help="A checkpoint, the folder of a run (its newest checkpoint), "
-                             "FOLDER/best (the checkpoint with the lowest validation loss), a "
-                             "folder in the Hugging Face format, or a name on the Hugging Face "
-                             "hub (default gpt2).")
+                        help=f"{MODEL_HELP} (default gpt2).")
     start = parser.add_mutually_exclusive_group()
     start.add_argument("--prompt", default="",
                        help="The text to continue (default: a new document).")
@@ -57,18 +54,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         if args.interactive:
             args.num_samples = 1
 
-    check_range("--num_samples", args.num_samples, 1, 1000)
-    check_range("--max_new_tokens", args.max_new_tokens, 1, 2**40)
-    check_range("--temperature", args.temperature, 0, 1000)
-    check_range("--top_k", args.top_k, 0, 2**40)
-    check_range("--seed", args.seed, 0, 2**63 - 1)
+    check_range("num_samples", args.num_samples, 1, 1000)
+    check_range("max_new_tokens", args.max_new_tokens, 1, 2**40)
+    check_range("temperature", args.temperature, 0, 1000)
+    check_range("top_k", args.top_k, 0, 2**40)
+    check_range("seed", args.seed, 0, 2**63 - 1)
     return args
-
-
-def check_range(flag: str, value: float, smallest: float, largest: float) -> None:
-    if not smallest <= value <= largest:
-        raise UserError(f"{flag} {value} is out of range: choose a number from {smallest} to "
-                        f"{largest}")
 
 
 def read_prompts() -> Iterator[str]:
@@ -95,11 +86,11 @@ def read_prompts() -> Iterator[str]:
 def stream_text(
     steps: Iterable, prompt: list[int], num_samples: int, titles: bool = True
 ) -> Iterator[str]:
-    """The text of the samples, one after the other, each from its `prompt` to the end of its
-    document, in pieces, which come as soon as their tokens do.
+    """The text of the samples in pieces, which come as soon as their tokens do.
 
-    `steps` yields the next tokens of all samples at once, (num_samples, 1). It is advanced only as
-    far as what is shown needs.
+    All samples are computed together and shown one after the other, each from its `prompt` to the
+    end of its document. `steps` yields the next tokens of all of them at once, (num_samples, 1). It
+    is advanced only as far as what is shown needs.
     """
     bytes_of = tokenizer().decode_single_token_bytes
     ids_of_steps = (step.flatten().tolist() for step in steps)
@@ -154,7 +145,7 @@ def main(argv: list[str] | None = None) -> None:
     import torch
 
     from recipes import check_tokens, load_model
-    from runtime.device import choose_device, choose_dtype, oom_as_user_error
+    from runtime.hardware import choose_device, choose_dtype, oom_as_user_error
     device = choose_device(args.device)
     dtype = choose_dtype(args.dtype, device)
     autocast = torch.autocast(

@@ -17,7 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from model import Embedding, LanguageModel, Linear, attention, head_size
-from runtime.kernels import linear, matmul_dtype
+from runtime.matmul import linear, matmul_dtype
 from runtime.muon import Muon
 from runtime.recipe import Recipe
 
@@ -48,11 +48,6 @@ def norm(x):
     return F.rms_norm(x, (x.size(-1),))
 
 
-def qk_norm(x):
-    """QK-norm (arXiv:2010.04245): queries and keys have length sqrt(hs), so no score explodes."""
-    return norm(x)
-
-
 def rotate(x, cos, sin):
     """Rotary positions (arXiv:2104.09864): turns each pair (x_i, x_{i + hs/2}) by its angle.
 
@@ -73,6 +68,8 @@ def rotary_tables(S, T, hs, dtype, device):
 # ---------------------------------------------------------------------- blocks
 
 class SpeedrunAttention(nn.Module):
+    kernel = "auto"         # one of model.ATTENTION; LanguageModel.use_attention sets it
+
     def __init__(self, config, layer):
         super().__init__()
         C = config.n_embd
@@ -101,18 +98,22 @@ class SpeedrunAttention(nn.Module):
             v1 = v
         v = (1 - self.lamb) * v + self.lamb * v1
 
-        q = rotate(qk_norm(q), *rotary)
-        k = rotate(qk_norm(k), *rotary)
-
+        q = self.norm_and_rotate(q, rotary)
+        k = self.norm_and_rotate(k, rotary)
         if past is not None:
             k = past.append(f"k{self.layer}", k)
             v = past.append(f"v{self.layer}", v)
         return q, k, v, v1
 
-    def forward(self, x, v1, rotary, kernel, past):
+    def norm_and_rotate(self, x, rotary):
+        """QK-norm (arXiv:2010.04245) and rotary positions of queries or keys (B, T, nh, hs)."""
+        # Normed, all have the length sqrt(hs), so that no score explodes.
+        return rotate(norm(x), *rotary)
+
+    def forward(self, x, v1, rotary, past):
         """x (B, T, C) -> (B, T, C), and v1: the values of the first block, None in that block."""
         q, k, v, v1 = self.queries_keys_values(x, v1, rotary, past)
-        y = attention(q, k, v, kernel)                                          # (B, T, nh, hs)
+        y = attention(q, k, v, self.kernel)                                     # (B, T, nh, hs)
         return self.c_proj(y.flatten(2)), v1
 
 
@@ -136,7 +137,10 @@ class SpeedrunBlock(nn.Module):
         self.lambdas = nn.Parameter(torch.empty(2))
 
     def forward(self, x, v1, x0, *attention_inputs):
-        """x and x0 (B, T, C) -> (B, T, C), and v1. `attention_inputs`: the last ones of `attn`."""
+        """x and x0 (B, T, C) -> (B, T, C), and v1.
+
+        `attention_inputs` are what `attn` takes after x and v1.
+        """
         # Embedding shortcut: each block mixes the embedding x0 into its input, by learned factors.
         x = self.lambdas[0] * x + self.lambdas[1] * x0
         y, v1 = self.attn(norm(x), v1, *attention_inputs)
@@ -151,17 +155,21 @@ class ModernLanguageModel(LanguageModel):
     """What SpeedrunGPT and FrontierGPT share: the way from tokens through the blocks.
 
     A subclass has `transformer`, with the blocks in `transformer.h`, and embed(tokens, T, dtype):
-    the input of the first block, (B, T, C), for the last T of the tokens (B, S). `run_block`, which
-    calls a block, and `kernel`, which computes attention, are LanguageModel's.
+    the input of the first block, (B, T, C), for the last T of the tokens (B, S).
     """
     Config = SpeedrunConfig
-    zero_at_start = ()          # how the names of parameters end that are zero in a new model
+    kept_vectors = 20.1         # counted for speedrun; frontier's are 20.4
+    computed_tables = ()        # buffers that an export stores and a checkpoint does not
+    zero_at_start = ()          # endings of the names of parameters that are zero in a new model
     embedding_std = 1.0         # of the rows of a new embedding
 
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.head_size = head_size(config, even=True)
+        self.head_size = head_size(config)
+        if self.head_size % 2 != 0:
+            raise ValueError(f"n_embd {config.n_embd} / n_head {config.n_head} = {self.head_size} "
+                             "must be even, because rotary embeddings rotate pairs of numbers")
 
     def hidden(self, idx, past=None):
         """Final hidden states (B, T, C) of the tokens idx (B, T), which follow those in `past`."""
@@ -184,9 +192,16 @@ class ModernLanguageModel(LanguageModel):
             return norm(x)
 
     def attention_inputs(self, tokens, T, dtype, past):
-        """What every block gives its attention beside x and v1: rotary, kernel, past."""
+        """What every block gives its attention beside x and v1."""
         rotary = rotary_tables(tokens.size(1), T, self.head_size, dtype, tokens.device)
-        return rotary, self.kernel, past
+        return rotary, past
+
+    def before_compile(self):
+        # The rotary tables are constants of the graph. Otherwise it would compute powers, cosines
+        # and sines anew for each number that is rotated, and they took a quarter of a step. (As a
+        # decorator of the function this would import the compiler, which takes a second, into
+        # every script.)
+        torch.compiler.assume_constant_result(rotary_tables)
 
     @torch.no_grad()
     def init_weights(self):
@@ -254,8 +269,9 @@ class SpeedrunGPT(ModernLanguageModel):
 
     def configure_optimizers(self, max_lr, weight_decay=0.0, dtype=torch.bfloat16):
         """[Adam, Muon], with record 10's learning rates at GPT-2's width."""
-        # With --max_lr 0.02, which is Muon's, these are record 10's: 0.3 for the embedding, 0.002
-        # for the head. The narrower the model, the higher the head's (arXiv:2203.03466, table 3).
+        # With --max_lr 0.02, which is Muon's, the rates below are record 10's: 0.3 for the
+        # embedding, 0.002 for the head. The narrower the model, the higher the head's
+        # (arXiv:2203.03466, table 3).
         head_lr = 0.1 * max_lr * 768 / self.config.n_embd
         groups = [
             {"params": [self.transformer.wte.weight], "lr": 15 * max_lr},
@@ -265,7 +281,7 @@ class SpeedrunGPT(ModernLanguageModel):
 
 
 # ---------------------------------------------------------------------- the recipe
-# `config` is train_gpt2.Config; `progress` is the share of the run's tokens before a step, 0 to 1.
+# `config` is config.Config; `progress` is the share of the run's tokens before a step, 0 to 1.
 
 def make_optimizers(model: SpeedrunGPT, config) -> list:
     return model.configure_optimizers(config.max_lr, config.weight_decay, muon_dtype(config))
@@ -297,6 +313,7 @@ def muon_momentum(progress: float, config, first: float = 0.85, last: float = 0.
 
 # modded-nanogpt's record 10: 3.28 on FineWeb's validation set in 7.8 minutes on 8 H100s.
 RECIPE = Recipe(
+    SpeedrunGPT,
     make_optimizers,
     lr_scale=trapezoid,
     momentum=muon_momentum,

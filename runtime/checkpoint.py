@@ -1,15 +1,14 @@
 """Checkpoints: where a run starts, what it takes from a checkpoint, and what one holds."""
-import dataclasses
 import math
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from runtime.cli import UserError, unexpected
-from runtime.files import checkpoints, reading
+from runtime.cli import RunError, UserError, unexpected
+from runtime.files import checkpoints, is_there, reading
 from runtime.optimizers import CombinedOptimizer
 from runtime.recipe import BatchSchedule
 from runtime.weights import find_checkpoint, model_from_checkpoint, read_checkpoint
@@ -23,21 +22,16 @@ MODEL_SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
 class Start:
     """Where a run begins: with fresh weights, with those of --init, or where a checkpoint ended."""
     model: torch.nn.Module | None = None        # of --init or the checkpoint; None: fresh weights
-    shape: dict = field(default_factory=dict)   # {flag: value}: the model's shape
     path: Path | None = None                    # the checkpoint's; None: a new run
-    checkpoint: dict | None = None              # the checkpoint's content
-    recorded: dict = field(default_factory=dict)        # {flag: value} in the checkpoint
+    checkpoint: dict | None = None              # the checkpoint's content, until `restore`
     step: int = 0                               # steps done
     remedy: str = ""                            # what to do if the checkpoint cannot be used
 
 
-def find_start(
-    flags, given: Collection[str], process, models: dict, load_model: Callable
-) -> Start:
-    """Where the run of these flags begins.
+def find_start(flags, process, models: dict, load_model: Callable) -> Start:
+    """Where the run of these flags begins, which are those of a new run.
 
-    `given`: the names of the flags on the command line. `models`: {recipe: class}. `load_model`
-    reads the model of --init.
+    `models`: {recipe: class}. `load_model` reads the model of --init.
     """
     # All ranks look, so that an error on one is raised on all. Rank 0 decides: without a shared
     # file system other machines may have other checkpoints.
@@ -52,9 +46,7 @@ def find_start(
     # If --init differed, some ranks would wait in rank0_first for others that never come.
     process.require_same({"--init": flags.init})
     if flags.init != "scratch":
-        model = process.rank0_first(load_model, flags.init)
-        process.on_all_ranks(check_init, flags, given, model, models)
-        return Start(model, model_shape(model))
+        return Start(process.rank0_first(load_model, flags.init))
     return Start()
 
 
@@ -63,8 +55,8 @@ def choose_checkpoint(flags) -> Path | None:
 
     The newest one in --out, if there is any. Otherwise the one that --resume names.
     """
-    if flags.overfit:
-        return None
+    if flags.eval_only and flags.init != "scratch":
+        return None                             # it evaluates the model of --init
     newest = None
     saved = checkpoints(flags.out)
     if saved:
@@ -74,7 +66,7 @@ def choose_checkpoint(flags) -> Path | None:
 
     path = find_checkpoint(flags.resume)
     if newest is None:
-        if path is None or not path.exists():
+        if path is None or not is_there(path):
             raise UserError(f"--resume {flags.resume} is neither a checkpoint nor a run's folder: "
                             "check the path, or start a new run from a model's weights with --init")
         return path
@@ -90,76 +82,23 @@ def choose_checkpoint(flags) -> Path | None:
 
 
 def start_from_checkpoint(path: Path, flags, models: dict) -> Start:
-    if not path.exists():                       # rank 0 has found it
-        raise UserError(f"{path} is not on this machine: put --out on a file system that all "
-                        "machines share")
     remedy = remedy_for(path, flags)
-    checkpoint = read_checkpoint(path, remedy)
+    try:
+        checkpoint = read_checkpoint(path, remedy)
+    except FileNotFoundError:
+        # Rank 0 has found it, perhaps on another machine.
+        raise RunError(f"{path} was listed and is not there: check the disk or the mount, which "
+                       "all machines have to share; the same command goes on") from None
     with reading_run_state(path, remedy):
         model = model_from_checkpoint(checkpoint, path, models, remedy)
-        recorded = recorded_flags(checkpoint["config"], flags)
-        recorded.update(model_shape(model))
         for name in ("step", "tokens"):
             if type(checkpoint[name]) is not int:
                 raise unexpected(f"its {name}", "a number", checkpoint[name])
-    return Start(model, model_shape(model), path, checkpoint, recorded, checkpoint["step"], remedy)
-
-
-def recorded_flags(config: dict, flags) -> dict:
-    """The flags that a checkpoint recorded, without those that every start chooses anew.
-
-    ValueError for a value of another type. Ranges are checked later, with those of all flags.
-    """
-    recorded = {}
-    for f in dataclasses.fields(flags):
-        if f.name not in config or f.metadata.get("per_run"):
-            continue
-        value = config[f.name]
-        recorded[f.name] = value
-        if isinstance(value, str) and value == f.metadata.get("word"):
-            continue
-        choices = f.metadata.get("choices")
-        if type(value) is not f.type or (choices and value not in choices):
-            raise unexpected(f"its --{f.name}", f"a valid {f.type.__name__}", value)
-    return recorded
-
-
-def check_resumed_flags(start: Start, config, wanted: dict) -> None:
-    """UserError for a flag that cannot change on a resume, and for a run that is beyond its end.
-
-    `wanted`, {flag: value}: what the command line or the preset ask for.
-    """
-    for f in dataclasses.fields(config):
-        if f.name not in wanted or f.name not in start.recorded or not f.metadata.get("fixed"):
-            continue
-        recorded = start.recorded[f.name]
-        meant = recorded
-        if f.name == "sequence_length" and recorded == "auto":
-            meant = start.recorded["block_size"]
-        if wanted[f.name] not in (recorded, meant):
-            raise UserError(f"{start.path} was trained with --{f.name} {recorded}, not "
-                            f"{wanted[f.name]}: set --{f.name} to {recorded}, or start a new run "
-                            "with another --out")
-
-    if start.step > config.max_steps:
-        raise UserError(f"{start.path} is at step {start.step}, beyond --max_steps "
-                        f"{config.max_steps}: raise --max_steps, or go back to an earlier "
-                        "checkpoint with --resume and another --out")
-
-
-def check_init(flags, given: Collection[str], model, models: dict) -> None:
-    """UserError if --init's model is another recipe's, or a given flag contradicts its shape."""
-    if type(model) is not models[flags.recipe]:
-        raise UserError(f"--recipe {flags.recipe} contradicts --init {flags.init}, whose model has "
-                        f"the recipe {model.recipe}: use --recipe {model.recipe}")
-    for name, value in model_shape(model).items():
-        wanted = getattr(flags, name)
-        if name in given and wanted != value:
-            raise UserError(f"--{name} {wanted} contradicts --init {flags.init}, whose model has "
-                            f"{value}: use --{name} {value}, or leave the flag out")
+    return Start(model, path, checkpoint, checkpoint["step"], remedy)
 
 
 def model_shape(model) -> dict:
+    """{flag: value} of the flags that are the shape of a model."""
     return {name: getattr(model.config, name) for name in MODEL_SHAPE}
 
 
@@ -201,15 +140,17 @@ def restore(
 ) -> None:
     """Loads everything but the weights: the position in the data, the moments, float16's scale.
 
-    UserError if the run was trained on other shards than those of --data, by their content.
+    UserError if the run has used other shards than those of --data, by their content.
     """
     checkpoint = start.checkpoint
     with reading_run_state(start.path, start.remedy):
-        trained_on = contents_of(checkpoint["data"]["train"])
-        if trained_on != contents_of(data.train.fingerprint):
-            raise UserError(f"{start.path} was trained on other shards than those in --data: "
-                            "restore the shards, or start a new run from its weights with --init "
-                            f"{start.path} --out ANOTHER")
+        for split, shards in data.fingerprints().items():
+            # A run without validations has recorded no shards of them.
+            recorded = checkpoint["data"].get(split, shards)
+            if contents_of(recorded) != contents_of(shards):
+                raise UserError(f"{start.path} has used other {split} shards than those in --data: "
+                                "restore the shards, or start a new run from its weights with "
+                                f"--init {start.path} --out ANOTHER")
         schedule.resume(start.step, checkpoint["tokens"])
 
         for name, p in start.model.named_parameters():
@@ -315,6 +256,53 @@ def weights_digest(model: torch.nn.Module) -> int:
     """A sum of the weights' bits: ranks that have drifted apart differ in it."""
     sums = [p.detach().view(torch.int32).sum() for p in model.parameters()]
     return torch.stack(sums).sum().item()
+
+
+def keep_together(model: torch.nn.Module, optimizer: CombinedOptimizer, process) -> None:
+    """Gives all ranks the weights and moments of rank 0, if theirs differ by rounding.
+
+    A CPU or GPU of another kind rounds otherwise. RunError if weights differ by more.
+    """
+    if len(set(process.gather(weights_digest(model)))) == 1:
+        return
+
+    # Rounding made 5e-6 in 2,000 steps, and grows with their square root. A step with another
+    # gradient makes 1e-2.
+    differences = [take_from_rank_0(p.detach(), p) for p in model.parameters()]
+    of_ranks = torch.tensor(process.gather(max(differences)))
+    rank = int(of_ranks.argmax())
+    largest = of_ranks[rank].item()
+    if largest > 1e-4:
+        raise process.error_on_rank0(RunError(
+            f"process {rank} has drifted apart since the last checkpoint: its weights differ from "
+            f"those of process 0 by {largest:.1e} of the largest one"))
+
+    # What only one rank has needs no other.
+    for p, own_optimizer in optimizer.optimizer_of.items():
+        if p not in optimizer.owner:
+            for value in own_optimizer.state.get(p, {}).values():
+                if torch.is_tensor(value):
+                    take_from_rank_0(value, p)
+
+    if not process.rounds_differently:
+        process.rounds_differently = True
+        process.print0(f"the processes round differently (weights differ by {largest:.1e} of the "
+                       "largest one): at each checkpoint all take those of process 0")
+
+
+def take_from_rank_0(tensor: torch.Tensor, p: torch.Tensor) -> float:
+    """Gives the tensor, which is p or part of its state, the values that it has on rank 0.
+
+    Returns how far apart the two were, by the largest value on rank 0.
+    """
+    of_rank_0 = send_to_all(tensor, 0, p.device).to(tensor.device)
+    difference = (tensor - of_rank_0).abs().max().item()
+    tensor.copy_(of_rank_0)
+    if difference == 0:
+        return 0.0
+    if math.isnan(difference):
+        return math.inf
+    return difference / max(of_rank_0.abs().max().item(), 1e-30)
 
 
 def host_copy(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -1,5 +1,6 @@
 """Errors, flags and exit codes, the same for every command of this project."""
 import argparse
+import difflib
 import errno
 import os
 import re
@@ -11,7 +12,16 @@ from dataclasses import field
 from pathlib import Path
 
 __version__ = "0.1.0"       # of the project; CHANGELOG.md says what changed
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# What recipes.load_model reads.
+MODEL_HELP = ("A checkpoint (of this project, nanoGPT or build-nanogpt), the folder of a run (its "
+              "newest checkpoint), FOLDER/best (the checkpoint with the lowest validation loss), a "
+              "folder in the Hugging Face format, or a name on the Hugging Face hub")
+
+# What the system says of a path that was typed wrongly, or that is not for this user.
+WRONG_PATH = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG,
+              errno.ELOOP, errno.EACCES, errno.EPERM, errno.EROFS)
+# What it says where something else than the disk fails, or than the connection to it.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
 
 class UserError(Exception):
@@ -19,7 +29,25 @@ class UserError(Exception):
 
 
 class RunError(Exception):
-    """The run itself failed (exit code 1)."""
+    """The run itself failed, or the system did (exit code 1)."""
+
+
+def error_of_the_system(error: OSError) -> UserError | RunError:
+    """What the system says, as an error of ours: of a path that is wrong, or of a disk that fails.
+
+    With a file's name an error is about that file: whoever reads or writes one puts the name in.
+    """
+    if error.filename is None or error.errno in NO_ROOM:
+        return RunError(str(error))
+    if error.errno in WRONG_PATH:
+        return UserError(str(error))
+    return RunError(f"{error}: check the disk or the mount; the same command goes on")
+
+
+def vanished(path: str | Path) -> RunError:
+    """The error of a file that was in a folder's list a moment ago."""
+    return RunError(f"{path} was listed and is not there: check the disk or the mount; the same "
+                    "command goes on")
 
 
 # ----------------------------------------------------------------------------- flags
@@ -29,12 +57,24 @@ def flag(default, group, help, **metadata):
 
     word: what may stand in place of a number, as "auto"
     choices: the only values
-    above: 0 if the value cannot be 0 itself
-    largest: the largest value, if it is not 2^40, or 1e38 of a float
+    smallest, largest: the range of a number, if it is not 0 to 2^40, or 0 to 1e38 of a float
+    is_path: whether it is a path, in which ~ means the home folder
+    bare: the value of the flag without one
     fixed: the value cannot change when a run resumes
     per_run: the value is not taken from the checkpoint
     """
     return field(default=default, metadata={"group": group, "help": help, **metadata})
+
+
+def check_range(
+    name: str, value: float, smallest: float, largest: float, meaning: str = ""
+) -> None:
+    """UserError, with the flag's `meaning`, unless the number of --`name` is in this range."""
+    if not smallest <= value <= largest:
+        if meaning:
+            meaning = f" ({meaning})"
+        raise UserError(f"--{name} {value} is out of range: choose a number from {smallest} to "
+                        f"{largest}{meaning}")
 
 
 def user_path(text: str) -> str:
@@ -50,9 +90,11 @@ class FlagParser(argparse.ArgumentParser):
     - Its errors are UserErrors.
     - Flags may be written with dashes (--max-steps), but not abbreviated.
     - Switches may be written as in nanoGPT (--compile=False).
+    - The error of an unknown flag names the nearest one, or what `other_names` has for it.
     """
 
-    def __init__(self, **kwargs):
+    def __init__(self, other_names: dict[str, str] | None = None, **kwargs):
+        self.other_names = other_names or {}
         super().__init__(
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -110,7 +152,17 @@ class FlagParser(argparse.ArgumentParser):
         if re.search(r"unrecognized arguments: .*\.py\b", message):
             message = (f"{message} (nanoGPT's configuration files are not supported): use flags "
                        "or a --preset instead")
+        unknown = re.match(r"unrecognized arguments: --(\w+)", message)
+        if unknown and self._known_as(unknown[1]):
+            message = f"{message}: use {self._known_as(unknown[1])}"
         raise UserError(f"{message} (see {self.prog} --help)")
+
+    def _known_as(self, name):
+        """What an unknown flag is called here, or the nearest flag, or ""."""
+        if name in self.other_names:
+            return self.other_names[name]
+        nearest = difflib.get_close_matches(f"--{name}", self._option_string_actions, 1)
+        return "".join(nearest)
 
 
 def with_underscores(name: re.Match) -> str:
@@ -185,11 +237,10 @@ def run_command(main: Callable[[], int | None]) -> None:
         print_error(f"{error}: pip install {error.name}")
         code = 2
     except OSError as error:
-        code = 2
-        if error.filename is None or error.errno in NO_ROOM:
-            code = 1
+        told = error_of_the_system(error)
+        code = exit_code(told)
         if not isinstance(error, BrokenPipeError):              # `... | head` has read enough
-            print_error(own_mistake(error))
+            print_error(own_mistake(told))
         if error.filename is None:                              # stdout takes no more
             discard(sys.stdout)
     except Exception:                           # a bug
@@ -220,7 +271,7 @@ def use_null_device_for_closed_streams() -> None:
 def returned_code(main: Callable[[], int | None]) -> int:
     try:
         return main() or 0
-    except SystemExit as error:                 # of --help, and of Process.shared
+    except SystemExit as error:                 # of --help, and of Process.error_on_rank0
         return error.code or 0
 
 

@@ -2,15 +2,24 @@
 import math
 import shlex
 import statistics
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 
-from runtime.device import cpu_has_bfloat16, device_name, least_cpu_seconds, peak_flops, peak_memory
+from runtime.checkpoint import Start
+from runtime.cli import RunError
 from runtime.files import checkpoints
-from runtime.metrics import lowest, read_metrics
+from runtime.hardware import (
+    cpu_has_bfloat16,
+    device_name,
+    least_cpu_seconds,
+    peak_flops,
+    peak_memory,
+)
+from runtime.metrics import Metrics
 from runtime.recipe import BatchSchedule
 
 DAY = 24 * 60 * 60          # seconds
@@ -34,17 +43,19 @@ def counted(n: int, what: str) -> str:
 # ----------------------------------------------------------------------- the steps
 
 class StepLog:
-    """Prints steps and evaluations and records them in `output`, with the time that they take.
+    """The lines of the steps on the console, and how fast the steps were.
 
     `flops_per_token`: forward and backward.
     """
 
-    def __init__(self, process, output, schedule: BatchSchedule, flops_per_token: int):
+    def __init__(self, process, schedule: BatchSchedule, flops_per_token: int):
         self.process = process
-        self.output = output
         self.schedule = schedule
         self.flops_per_token = flops_per_token
-        self.losses, self.seconds, self.seconds_per_token = [], [], []          # of each step
+        # One number for each step, in 4 bytes.
+        self.losses = array("f")
+        self.seconds = array("f")
+        self.seconds_per_token = array("f")
 
     def step(self, step: int, loss: float, norm: float, lr: float, dt: float) -> None:
         """`dt`: the seconds that the step took."""
@@ -55,7 +66,6 @@ class StepLog:
         self.seconds_per_token.append(dt / tokens)
 
         parts = [
-            f"step {step:5d}",
             f"loss: {loss:.4f}",
             f"lr {lr:.2e}",
             f"norm: {norm:.2f}",
@@ -69,17 +79,14 @@ class StepLog:
             parts.append(f"mfu {mfu:.0%}")
 
         # The first step tells nothing about the others: it may still compile and allocate.
-        recent = self.seconds_per_token[1:][-RECENT_STEPS:]
+        recent = self.seconds_per_token[max(1, len(self.seconds) - RECENT_STEPS):]
         if recent:
             left = self.schedule.tokens_left(step + 1) * statistics.median(recent)
             parts.append(f"{clock(left)} left")
-        self.process.print0(" | ".join(parts))
-        self.output.add(step, "train", loss, norm=norm, lr=lr, tokens_per_second=rate)
+        self.line(step, " | ".join(parts))
 
-    def evaluation(self, step: int, kind: str, value: float, text: str) -> None:
-        """Prints `text`, and records `value` as this step's `kind` (val or hella)."""
+    def line(self, step: int, text: str) -> None:
         self.process.print0(f"step {step:5d} | {text}")
-        self.output.add(step, kind, value)
 
     def medians(self) -> tuple[float, float]:
         """(seconds of a step, tokens per second), without the first step if there are others."""
@@ -90,13 +97,18 @@ class StepLog:
 
 # ----------------------------------------------------------------------- header and summary
 
-def print_header(config, process, data, model, schedule: BatchSchedule, step: int) -> None:
-    """What the run will do from `step` on. `schedule` counts what came before."""
+def print_header(config, process, data, model, schedule: BatchSchedule, start: Start) -> None:
+    """Where the run begins, and what it will do."""
     c, say = config, process.print0
+    if start.path:
+        say(f"resuming from {start.path} at step {start.step} of {c.max_steps}")
     how = "eager"
     if c.compile:
         how = "torch.compile"
-    say(f"{counted(process.world_size, 'process')} on {process.device} "
+    machines = ""
+    if process.machines:                        # of several processes
+        machines = f" ({counted(len(set(process.machines)), 'machine')})"
+    say(f"{counted(process.world_size, 'process')}{machines} on {process.device} "
         f"({device_name(process.device)}), {c.dtype}, {how}, attention {c.attention}, torch "
         f"{torch.__version__}")
 
@@ -109,7 +121,7 @@ def print_header(config, process, data, model, schedule: BatchSchedule, step: in
     say(f"{c.max_steps:,} steps = {tokens:,} tokens = {epochs:,.2f} epochs; {learning_rates(c)}")
     say(", ".join(plans(c)))
 
-    flops = schedule.tokens_left(step) * model.flops_per_token(c.sequence_length)
+    flops = schedule.tokens_left(start.step) * model.flops_per_token(c.sequence_length)
     days = least_cpu_seconds(flops, c.dtype, process.world_size) / DAY
     if process.device == "cpu" and days > 1:
         remedy = "try --preset shakespeare, which takes minutes on a CPU"
@@ -122,22 +134,11 @@ def print_header(config, process, data, model, schedule: BatchSchedule, step: in
 
 
 def warn_of_slow_dtype(device: str, dtype: str, say: Callable) -> None:
-    """Says it where bfloat16 was asked for on a CPU that has no instructions for it."""
-    if device == "cpu" and dtype == "bfloat16" and not cpu_has_bfloat16():
-        say("torch knows no bfloat16 instructions of this CPU, and without them a step may take 30 "
-            "times as long as with --dtype float32")
-
-
-def print_resume(config, process, start, lr: float) -> None:
-    """Where a run resumes, and how its learning rate goes on: `lr` is that of the next step."""
-    last = ""
-    metrics = start.path.parent / "metrics.csv"
-    if metrics.exists():
-        for row in read_metrics(metrics):
-            if row["step"] == start.step - 1 and row["lr"] is not None:
-                last = f"lr {row['lr']:.2e} in step {row['step']}, "
-    process.print0(f"resuming from {start.path} at step {start.step} of {config.max_steps}: "
-                   f"{last}lr {lr:.2e} in step {start.step}")
+    """Says it where a CPU has no instructions for the dtype that was asked for."""
+    if device != "cpu" or dtype == "float32" or (dtype == "bfloat16" and cpu_has_bfloat16()):
+        return
+    say(f"torch has no {dtype} instructions of this CPU to use, and without them a step may take "
+        "10 to 30 times as long as with --dtype float32")
 
 
 def print_batch(config, process, schedule: BatchSchedule, B: int) -> None:
@@ -155,8 +156,8 @@ def print_batch(config, process, schedule: BatchSchedule, B: int) -> None:
 def learning_rates(config) -> str:
     """The largest learning rate, when the warm-up reaches it, and the last one."""
     warmup = counted(config.warmup_steps, "step")
-    if config.warmup_steps > config.max_steps:
-        warmup += " (more than the run has)"
+    if config.warmup_steps >= config.max_steps:
+        warmup += f" (the run has {config.max_steps:,})"
     return f"max_lr {config.max_lr:g} after {warmup}, min_lr {config.min_lr:g}"
 
 
@@ -173,40 +174,44 @@ def plans(config) -> list[str]:
         if period:
             when = f"every {period:,} steps"
         texts.append(f"{what} {when}")
-    if not config.overfit:
+    if config.out:
         texts.append(f"output in {config.out}")
     return texts
 
 
 def print_estimate(
-    config, process, data, schedule: BatchSchedule, step: int, rate: float
+    config, process, data, schedule: BatchSchedule, step: int, seconds: float
 ) -> None:
-    """How long the run will take from `step` on, for --dry_run, at `rate` tokens per second of all
-    ranks, forward and backward."""
+    """How long the run will take from `step` on, for --dry_run.
+
+    `seconds`: of the forward and backward of one sequence, in one process.
+    """
     c = config
+    rate = c.sequence_length * process.world_size / seconds         # tokens per second
     steps = f"{clock(schedule.tokens_left(step) / rate)} for {counted(c.max_steps - step, 'step')}"
     validations = ""
     if c.val_every:
         count = math.ceil(c.max_steps / c.val_every) - math.ceil(step / c.val_every) + 1
         # A forward takes about a third of the time (docs/running.md).
-        seconds = count * data.val_count * c.sequence_length / rate / 3
-        validations = f" and {clock(seconds)} for {counted(count, 'validation')}"
+        of_validations = count * data.val_count * c.sequence_length / rate / 3
+        validations = f" and {clock(of_validations)} for {counted(count, 'validation')}"
     process.print0(
         f"about {c.total_batch_size / rate:.3g} s per step, {steps}{validations}, without "
         "optimizer, HellaSwag, samples and what several GPUs exchange; nothing was written, and "
         "the same command without --dry_run starts the run")
 
 
-def in_bits(loss: float, data) -> str:
-    """' (1.6543 bits per byte)' for a validation loss; '' where the tokens are not GPT-2's."""
+def loss_text(loss: float, data) -> str:
+    """'4.2510 (1.8901 bits per byte)' for a validation loss; without bits if nobody knows them."""
     bits = loss * data.bits_per_byte
-    if not math.isfinite(bits):
-        return ""
-    return f" ({bits:.4f} bits per byte)"
+    if not math.isfinite(bits):             # the tokens are not GPT-2's
+        return f"{loss:.4f}"
+    return f"{loss:.4f} ({bits:.4f} bits per byte)"
 
 
-def print_summary(config, process, data, log: StepLog, step: int, stopped: bool) -> int:
-    """Prints how the run ended and where everything is. Returns its exit code."""
+def print_summary(run, step: int, stopped: bool) -> None:
+    """Prints how the run ended, and where everything is. RunError if an --overfit has failed."""
+    config, process, log = run.config, run.process, run.log
     say = process.print0
     if log.seconds:
         dt, rate = log.medians()
@@ -215,54 +220,57 @@ def print_summary(config, process, data, log: StepLog, step: int, stopped: bool)
             f"peak memory {memory / 1e9:.1f} GB")
 
     if stopped:
-        hint = ""
-        if not config.overfit:
-            hint = log.output.what_resumes()
-        cause = process.received
-        if not cause:
-            cause = "a signal"                  # another rank received it
-        say(f"stopped by {cause} after {step} of {config.max_steps} steps. {hint}")
-        return 0
-    if config.overfit:
-        return print_overfit(process, log.losses)
-
-    names = ("metrics.csv", "loss.png")
-    files = [name for name in names if (Path(config.out) / name).exists()]
-    if checkpoints(config.out):
-        files.append("checkpoints")
-    say(f"done: {step} steps; {config.out} has {', '.join(files)}")
-    if process.is_master and checkpoints(config.out):
-        print_best(config, process, data, log.output.rows)
-    return 0
+        say(f"stopped by {signals_received(process)} after {step} of {config.max_steps} steps. "
+            f"{run.output.what_resumes()}")
+    elif config.overfit:
+        print_overfit(process, log.losses)
+    else:
+        names = ("metrics.csv", "loss.png")
+        files = [name for name in names if (Path(config.out) / name).exists()]
+        if checkpoints(config.out):
+            files.append("checkpoints")
+        say(f"done: {step} steps; {config.out} has {', '.join(files)}")
+        if process.is_master and checkpoints(config.out):
+            print_best(config, process, run.data, run.output.metrics)
 
 
-def print_best(config, process, data, rows: list[dict]) -> None:
+def signals_received(process) -> str:
+    """'SIGTERM', or of several ranks 'SIGTERM (process 3 on node2)'."""
+    signals = process.gather(process.signal)
+    if process.world_size == 1:
+        return signals[0]
+    ranks = [rank for rank, signal in enumerate(signals) if signal]
+    first, *others = ranks
+    where = f"process {first} on {process.machines[first]}"
+    if others:
+        where += f" and {counted(len(others), 'other')}"
+    return f"{signals[first]} ({where})"
+
+
+def print_best(config, process, data, metrics: Metrics) -> None:
     """The best checkpoint of the run, and the command that samples from it."""
     saved = dict(checkpoints(config.out))
-    best = lowest(rows, saved)
+    best = metrics.lowest(saved)
     model = config.out
     if best:
         loss, step = best
-        first_loss = rows[0]["val"]
+        first_step, first_loss = metrics.measured("val", over="step")[0]
         at_first = ""
-        if first_loss is not None:
-            at_first = f", {first_loss:.4f} at step {rows[0]['step']}"
+        if first_step < step:
+            at_first = f", {first_loss:.4f} at step {first_step:.0f}"
             if first_loss < loss:
                 at_first += "; training has raised the loss: lower --max_lr"
         process.print0(f"best checkpoint: {saved[step]}, validation loss "
-                       f"{loss:.4f}{in_bits(loss, data)}{at_first}")
+                       f"{loss_text(loss, data)}{at_first}")
         model += "/best"
     process.print0(f"next: python sample.py --model {shlex.quote(model)}")
 
 
-def print_overfit(process, losses: list[float]) -> int:
-    """The verdict of --overfit. Returns the exit code."""
-    passed = losses[-1] < OVERFIT_LOSS
-    verdict = f"FAILED (expected a loss below {OVERFIT_LOSS})"
-    if passed:
-        verdict = "PASSED\nnext: python fineweb.py --input input.txt --out data/shakespeare"
-    process.print0(f"overfit one batch: loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} "
-                   f"steps: {verdict}")
-    if passed:
-        return 0
-    return 1
+def print_overfit(process, losses: Sequence[float]) -> None:
+    """The verdict of --overfit. RunError if it has failed."""
+    text = (f"overfit one batch: loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps: ")
+    if losses[-1] >= OVERFIT_LOSS:
+        raise process.error_on_rank0(
+            RunError(f"{text}FAILED (expected a loss below {OVERFIT_LOSS})"))
+    process.print0(f"{text}PASSED\n"
+                   "next: python fineweb.py --input input.txt --out data/shakespeare")

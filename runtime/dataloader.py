@@ -9,17 +9,17 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from runtime.cli import UserError
+from runtime.cli import UserError, vanished
 from runtime.files import reading
 from runtime.recipe import BatchSchedule
-from runtime.shards import list_shards, open_shard, read_shard, unfinished
+from runtime.shards import count_tokens, list_shards, read_shard, unfinished
 from runtime.tokenizer import VOCAB_SIZE, encode, token_lengths
 
 INPUT_TXT = Path(__file__).resolve().parent.parent / "input.txt"
@@ -36,9 +36,12 @@ def stable_permutation(n: int, *key: int) -> np.ndarray:
     return np.argsort(generator.random_raw(n), kind="stable")
 
 
-def digest(tokens: np.ndarray) -> str:
-    """16 hexadecimal digits that tell shards apart: of the SHA-256 of their two ends."""
-    ends = np.concatenate((tokens[:DIGEST_TOKENS], tokens[-DIGEST_TOKENS:]))
+def digest(first: np.ndarray, last: np.ndarray) -> str:
+    """16 hexadecimal digits that tell shards apart: of the SHA-256 of their two ends.
+
+    `first` begins and `last` ends like the shard.
+    """
+    ends = np.concatenate((first[:DIGEST_TOKENS], last[-DIGEST_TOKENS:]))
     return hashlib.sha256(ends).hexdigest()[:16]
 
 
@@ -87,9 +90,17 @@ class TokenDataset:
     def _fingerprint(self, i):
         """[name, number of tokens, digest] of shard i."""
         shard = self.shards[i]
-        tokens = shard if isinstance(shard, np.ndarray) else open_shard(shard)
-        self._check_ids(i, tokens[:SAMPLE_TOKENS])      # _sequences checks all of them
-        return [Path(self.names[i]).name, len(tokens), digest(tokens)]
+        if isinstance(shard, np.ndarray):
+            length, first, last = len(shard), shard, shard
+        else:
+            try:
+                length = count_tokens(shard)
+            except FileNotFoundError:                   # it was in the list
+                raise vanished(shard) from None
+            first = read_shard(shard, 0, SAMPLE_TOKENS)
+            last = read_shard(shard, max(0, length - DIGEST_TOKENS))
+        self._check_ids(i, first[:SAMPLE_TOKENS])       # _sequences checks all of them
+        return [Path(self.names[i]).name, length, digest(first, last)]
 
     def _check_ids(self, i, tokens):
         largest = tokens.max(initial=0)
@@ -109,7 +120,7 @@ class TokenDataset:
         """Reads shard i: its sequences as rows (count_i, T+1), and their order in this epoch."""
         shard = self.shards[i]
         tokens = shard if isinstance(shard, np.ndarray) else read_shard(shard)
-        if [len(tokens), digest(tokens)] != self.fingerprint[i][1:]:
+        if [len(tokens), digest(tokens, tokens)] != self.fingerprint[i][1:]:
             raise UserError(f"{self.names[i]} changed during the run: restore the file, then run "
                             "the same command again")
         self._check_ids(i, tokens)
@@ -230,18 +241,15 @@ class TrainLoader:
 @dataclass
 class Data:
     """What a run reads."""
-    train: TokenDataset
-    val: TokenDataset | None = None
-    val_count: int = 0          # sequences of one validation, the first ones of `val`
-    hellaswag: list = field(default_factory=list)       # batches of HellaSwag's examples
-    loader: TrainLoader | None = None                   # micro-batches of `train`
+    train: TokenDataset | None              # None with --eval_only
+    val: TokenDataset | None = None         # None without validations
+    val_count: int = 0                      # sequences of one validation, the first ones of `val`
+    unfinished: str = ""                    # a warning, if the shards are not all there yet
 
     def fingerprints(self) -> dict[str, list]:
         """{split: [name, tokens, digest] of each shard}."""
-        fingerprints = {"train": self.train.fingerprint}
-        if self.val:
-            fingerprints["val"] = self.val.fingerprint
-        return fingerprints
+        splits = {"train": self.train, "val": self.val}
+        return {name: split.fingerprint for name, split in splits.items() if split}
 
     @cached_property
     def bits_per_byte(self) -> float:
@@ -265,14 +273,16 @@ def open_data(config) -> Data:
         return Data(TokenDataset(
             [overfit_tokens(config.total_batch_size)], T, vocab_size=vocab_size))
 
-    train_shards = list_shards(config.data, "train")
-    train = TokenDataset(train_shards, T, config.seed, config.shuffle, vocab_size)
-    if not config.val_every:
-        return Data(train)
+    train = None
+    if not config.eval_only:
+        train_shards = list_shards(config.data, "train")
+        train = TokenDataset(train_shards, T, config.seed, config.shuffle, vocab_size)
+    if not config.val_every and not config.eval_only:
+        return Data(train, unfinished=unfinished(config.data))
 
     val = TokenDataset(list_shards(config.data, "val"), T, vocab_size=vocab_size)
     val_count = max(1, config.val_tokens // T)
-    return Data(train, val, min(val.total, val_count))
+    return Data(train, val, min(val.total, val_count), unfinished(config.data))
 
 
 def open_same_data(config, process) -> Data:
@@ -284,9 +294,8 @@ def open_same_data(config, process) -> Data:
             contents[f"{split} shard {i} of --data"] = str(content)
     process.require_same(contents, "copy the same shards to every machine")
 
-    warning = unfinished(config.data)
-    if warning and not config.overfit:
-        process.print0(warning)
+    if data.unfinished:
+        process.print0(data.unfinished)
     return data
 
 

@@ -2,15 +2,20 @@
 import errno
 import os
 import re
+import socket
+import stat
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from runtime.cli import RunError, UserError, brief_error
+from runtime.cli import RunError, UserError, brief_error, print_error
 
+RUN_LOCK = ".train_gpt2.lock"       # in --out
 LOCK_PATIENCE = 5.0         # seconds: a killed process keeps its lock until its memory is freed
+# What the system says where a file system has no locks.
+NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK)
 
 
 def replace_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
@@ -21,24 +26,32 @@ def replace_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
     path = Path(path)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            sync(file.fileno())
-        os.replace(temporary, path)
-        if os.name != "nt":
-            folder = os.open(path.parent, os.O_RDONLY)
-            try:
-                sync(folder)                    # makes the rename durable
-            finally:
-                os.close(folder)
+        with naming(path):
+            with open(temporary, "wb") as file:
+                write(file)
+                file.flush()
+                sync(file.fileno())
+            os.replace(temporary, path)
+            if os.name != "nt":
+                folder = os.open(path.parent, os.O_RDONLY)
+                try:
+                    sync(folder)                # makes the rename durable
+                finally:
+                    os.close(folder)
+    finally:
+        with suppress(OSError):                 # it is the disk's, whose first error says enough
+            temporary.unlink()
+
+
+@contextmanager
+def naming(path: str | Path):
+    """Gives the system's errors of read() and write() the file's name, as those of open() have."""
+    try:
+        yield
     except OSError as error:
-        # What a full disk says of a write names no file.
         if error.filename is None:
             error.filename = str(path)
         raise
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def sync(descriptor: int) -> None:
@@ -65,26 +78,36 @@ def read_text(path: str | Path, errors: str = "replace") -> str:
     return Path(path).read_bytes().decode("utf-8-sig", errors=errors)
 
 
-@contextmanager
-def reading(
-    what: str | Path,
-    remedy: str,
-    errors: type | tuple = Exception,
-    problem: str = "cannot be read",
-):
-    """Around code that takes apart what a file holds, which may be damaged.
+def is_there(path: str | Path) -> bool:
+    """Whether there is such a file or folder. OSError where the system cannot tell.
 
-    Any of `errors`, also a ValueError that our reader raises, becomes the UserError "`what`
-    `problem` (cause): `remedy`". What the system says of a file by its name, and what Python says
-    of a missing package, passes through.
+    os.path.exists says False then, as if nothing were on a disk that is away.
+    """
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+@contextmanager
+def reading(what: str | Path, remedy: str, problem: str = "cannot be read"):
+    """Around code that takes apart what the file `what` holds, which may be damaged.
+
+    An error in there, also a ValueError that our reader raises, becomes the UserError "`what`
+    `problem` (cause): `remedy`". What could not be read is not damaged: an error of the system
+    passes through, with the file's name. So does what Python says of a missing package.
     """
     try:
         yield
     except (UserError, RunError, ModuleNotFoundError):
         raise
-    except errors as error:
-        if isinstance(error, OSError) and error.filename is not None:
-            raise
+    except Exception as error:
+        # Libraries raise OSErrors without a number for what is damaged. An EINVAL comes from a
+        # damaged file's own numbers: a place before its beginning, say.
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            with naming(what):
+                raise
         raise UserError(f"{what} {problem} ({brief_error(error)}): {remedy}") from None
 
 
@@ -93,11 +116,13 @@ def checkpoints(out: str | Path) -> list[tuple[int, Path]]:
 
     An absent folder has none.
     """
-    if not os.path.exists(out):
+    try:
+        names = os.listdir(out)
+    except FileNotFoundError:
         return []
 
     numbered = []
-    for name in os.listdir(out):
+    for name in names:
         match = re.fullmatch(r"checkpoint_([0-9]{6}|[1-9][0-9]{6,})\.pt", name)
         if match:
             numbered.append((int(match[1]), Path(out) / name))
@@ -106,7 +131,10 @@ def checkpoints(out: str | Path) -> list[tuple[int, Path]]:
 
 def what_resumes(out: str | Path) -> str:
     """What the same command does next in `out`, for the last line of a run that failed."""
-    saved = checkpoints(out)
+    try:
+        saved = checkpoints(out)
+    except OSError as error:
+        return f"{out} cannot be read now ({brief_error(error)})"
     if not saved:
         return "No checkpoint has been saved yet: the same command starts from the beginning"
     _, newest = saved[-1]
@@ -120,31 +148,96 @@ def started_by_mpirun() -> bool:
     return sizes != ("1", "1") and "WORLD_SIZE" not in os.environ
 
 
-def lock_folder(out: str | Path, name: str = ".train_gpt2.lock"):
+def lock_folder(out: str | Path, name: str = RUN_LOCK, patience: float = 90.0) -> BinaryIO:
     """Makes the folder, and locks it until the returned file is closed or the process ends.
 
-    UserError if another process has the lock. Windows and some network file systems have no locks:
-    there the folder is not locked.
+    UserError if another process has the lock. A server keeps that of a machine that was lost, on
+    JuiceFS for up to a minute: so where its process may be gone, this waits for `patience` seconds.
+    Windows and some network file systems have no locks: there the folder is not locked.
     """
     Path(out).mkdir(parents=True, exist_ok=True)
-    file = open(Path(out) / name, "a")
+    file = open_lock(Path(out) / name)
+    began = time.monotonic()
+    told = False
+    while not try_lock(file):
+        limit = LOCK_PATIENCE
+        holder, may_be_gone = holder_of(file)
+        if may_be_gone:
+            limit = patience
+        if time.monotonic() - began > limit:
+            remedy = "wait for the end of that run, or choose another --out"
+            if started_by_mpirun():
+                remedy = ("mpirun has started several, each alone. To train on several devices "
+                          "use torchrun instead")
+            raise UserError(f"--out {out} is in use by another run{holder}: {remedy}")
+        if may_be_gone and not told:
+            print_error(f"waiting up to {patience:.0f} s, because the lock of {out} is held by a "
+                        f"run that may be gone{holder}")
+            told = True
+        time.sleep(0.1)
+
+    if file.writable():
+        with naming(file.name):
+            file.truncate(0)
+            file.write(f"{socket.gethostname()} {os.getpid()}\n".encode())
+            file.flush()
+            sync(file.fileno())                     # other machines see it then
+    return file
+
+
+def open_lock(path: Path) -> BinaryIO:
+    """The lock's file, which may be that of another user: then open for reading only."""
+    try:
+        file = open(path, "a+b")
+    except PermissionError:
+        if not is_there(path):
+            raise
+        return open(path, "rb")
+
+    # The others of a group that shares the folder have to open it, too, whatever the umask.
+    folder, mode = os.stat(path.parent).st_mode, os.stat(path).st_mode
+    if folder & stat.S_IWGRP and not mode & stat.S_IWGRP:
+        with suppress(OSError):                     # not all file systems have modes
+            os.chmod(path, mode | stat.S_IRGRP | stat.S_IWGRP)
+    return file
+
+
+def try_lock(file: BinaryIO) -> bool:
+    """Whether this process has the lock now. True, too, where the file system has no locks."""
     try:
         import fcntl
-    except ImportError:                         # Windows
-        return file
+    except ImportError:                             # Windows
+        return True
 
-    deadline = time.monotonic() + LOCK_PATIENCE
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return file
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                remedy = "wait for the end of that run, or choose another --out"
-                if started_by_mpirun():
-                    remedy = ("mpirun has started several, each alone. To train on several devices "
-                              "use torchrun instead")
-                raise UserError(f"--out {out} is in use by another run: {remedy}") from None
-            time.sleep(0.1)
-        except OSError:                         # a file system without locks
-            return file
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if not file.writable():
+            # A local disk locks it all the same; NFS and SMB do not.
+            raise UserError(f"{file.name} is of another user, and cannot be locked "
+                            f"({error.strerror}): let its owner run `chmod g+w` on it, or choose "
+                            "another --out") from None
+        if error.errno not in NO_LOCKS:
+            error.filename = file.name
+            raise
+    return True
+
+
+def holder_of(file: BinaryIO) -> tuple[str, bool]:
+    """(" (process 7 on HOST)" of who has the lock, whether that process may be gone)."""
+    match = re.fullmatch(rb"(\S+) (\d{1,9})\n", os.pread(file.fileno(), 1000, 0))
+    if not match:
+        return "", False
+    host, pid = match[1].decode(errors="replace"), int(match[2])
+    text = f" (process {pid} on {host})"
+    if host != socket.gethostname():
+        return text, True
+    try:
+        os.kill(pid, 0)                             # signal 0 only asks
+    except ProcessLookupError:
+        return text, True
+    except PermissionError:                         # it is another user's
+        pass
+    return text, False

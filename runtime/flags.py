@@ -1,21 +1,33 @@
-"""The flags of train_gpt2.py: how the command line is read, which of several sources wins, and
-which values no run can have."""
+"""Reads, merges, completes and checks the flags of train_gpt2.py, which config.py has."""
 import argparse
 import dataclasses
+import os
 import textwrap
 from collections.abc import Callable
 from itertools import groupby
 
-from runtime.cli import FlagParser, UserError, is_rank_0
+from runtime.checkpoint import Start, model_shape, reading_run_state
+from runtime.cli import FlagParser, UserError, check_range, is_rank_0, unexpected, user_path
+from runtime.hardware import choose_dtype
 from runtime.recipe import Recipe
 from runtime.tokenizer import VOCAB_SIZE
 
 
-@dataclasses.dataclass(frozen=True)
-class Preset:
-    """A named set of defaults."""
-    purpose: str            # for --help
-    flags: dict             # {flag: value}
+# nanoGPT's names of flags, and what does the same here.
+NANOGPT_FLAGS = {
+    "dataset": "--data",
+    "decay_lr": "--min_lr, which is --max_lr where the rate is to be constant",
+    "eval_interval": "--val_every",
+    "eval_iters": "--val_tokens",
+    "gradient_accumulation_steps": "--total_batch_size, the tokens of a step",
+    "init_from": "--init; the same command resumes",
+    "learning_rate": "--max_lr",
+    "lr_decay_iters": "--max_steps",
+    "max_iters": "--max_steps",
+    "out_dir": "--out",
+    "wandb_log": "--wandb",
+    "warmup_iters": "--warmup_steps",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,12 +35,13 @@ class FlagTable:
     """All that gives a flag its value, but for the command line and a checkpoint."""
     Config: type                        # a dataclass: each of its fields is a flag
     recipes: dict[str, Recipe]
-    presets: dict[str, Preset]
-    overfit: dict                       # {flag: value} of --overfit, which is a run of its own
+    presets: dict                       # {name: presets.Preset}
+    overfit: object                     # the Preset of --overfit
 
     def parse(self, description: str, argv: list[str] | None) -> dict:
         """{name: value} of the flags on the command line."""
         parser = FlagParser(
+            NANOGPT_FLAGS,
             prog="train_gpt2.py",
             usage="%(prog)s [flags]",
             description=description,
@@ -48,7 +61,7 @@ class FlagTable:
             given.pop("local_rank", None)
             for f in dataclasses.fields(self.Config):
                 if f.name in given:
-                    check_range(f, given[f.name])
+                    check_field(f, given[f.name])
         except UserError:
             # All ranks have this command line: rank 0 prints what is wrong with it.
             if not is_rank_0():
@@ -56,56 +69,133 @@ class FlagTable:
             raise
         return given
 
-    def merge(self, given: dict, start):
-        """A Config in which some flags are still "auto". Of these sources a later one wins:
+    def resolve(self, given: dict, start: Start, process) -> tuple:
+        """The flags as asked, some of them "auto", and the `config` that the run uses.
 
-        1. the default in Config
-        2. the recipe's default (Recipe.defaults)
-        3. the preset, or --overfit, which is a run of its own
-        4. the recipe's learning rates (Recipe.rates): those of the presets are for AdamW
-        5. a resumed run's checkpoint, except for flags that are `per_run`
-        6. the command line: `given`, {flag: value}
-        7. the shape of the model that was loaded
+        `given`, {flag: value}, is the command line. Checkpoints record the flags as asked, so that
+        a resume decides anew what "auto" means. UserError if the command line or the preset
+        contradicts the run that resumes or the model of --init.
         """
-        preset = self.presets[given.get("preset", "gpt2")].flags
-        if given.get("overfit"):
-            preset = self.overfit
-        recipe = self.recipes[(preset | start.recorded | given).get("recipe", "gpt2")]
+        shape = {}
+        if start.model:
+            shape = model_shape(start.model)
+        if given.get("eval_only"):
+            if start.model is None:
+                raise UserError("--eval_only needs a model: name it with --init, or its run with "
+                                "--out")
+            given = {"recipe": start.model.recipe, **given}
+        recorded = self.recorded(start)
+        flags = self.merge(given, recorded, shape)
+        if start.path:
+            check_step(start, flags)
+            check_fixed_flags(start, recorded, self.wanted(given, shape))
+        elif start.model:
+            self.check_init(given, flags, start.model)
+        self.check(flags)
 
-        values = recipe.defaults | preset | recipe.rates                    # 2, 3, 4
-        if given.get("overfit"):
-            values["min_lr"] = given.get("max_lr", values["max_lr"])        # a constant rate
-        values.update(start.recorded)                                       # 5
-        values.update(given)                                                # 6
-        values.update(start.shape)                                          # 7
-        return self.Config(**values)                                        # 1, for all others
+        # First what the recipe says, then what holds for all recipes.
+        config = dataclasses.replace(flags)             # a copy
+        set_automatic(config, sequence_length=config.block_size)
+        if config.overfit and "min_lr" not in given:
+            config.min_lr = config.max_lr                       # a constant rate
+        set_automatic(config, **self.recipes[config.recipe].automatic(config))
+        set_automatic(config, min_lr=config.max_lr / 10)
+        config.dtype = choose_dtype(config.dtype, process.device)
 
-    def wanted(self, given: dict, start, flags) -> dict:
+        # Micro-steps of more tokens are no faster, on an H200 and on CPUs (docs/speed.md). On a GPU
+        # a trial will tell whether so many fit into its memory. --compile auto is decided when the
+        # model is there, because it depends on the FLOPs of the run.
+        most_tokens = 4096
+        if process.on_gpu and not config.eval_only:
+            most_tokens = 65536
+        set_automatic(config, batch_size=max(1, most_tokens // config.sequence_length))
+        return flags, config
+
+    def merge(self, given: dict, recorded: dict | None = None, shape: dict | None = None):
+        """A Config, in which some flags are still "auto", by the order that its docstring has.
+
+        All are {flag: value}: `given` is the command line, `recorded` is from a checkpoint, `shape`
+        from the model of --init or of the checkpoint.
+        """
+        preset = self.preset_of(given)
+        others = (recorded or {}) | given | (shape or {})
+        name = (preset | others).get("recipe", self.Config.recipe)
+        recipe = self.recipes[name]
+        return self.Config(**recipe.defaults | preset | recipe.rates | others)
+
+    def preset_of(self, given: dict) -> dict:
+        """{flag: value} of the preset. --overfit is one with a name of its own."""
+        if given.get("overfit"):
+            return self.overfit.flags
+        return self.presets[given.get("preset", self.Config.preset)].flags
+
+    # ------------------------------------------------------------------------- runs that resume
+
+    def recorded(self, start: Start) -> dict:
+        """{flag: value} in the checkpoint, without those that are `per_run`; {} for a new run.
+
+        UserError for a value of another type. Ranges are checked later, with those of all flags.
+        """
+        if start.path is None:
+            return {}
+        recorded = {}
+        with reading_run_state(start.path, start.remedy):
+            values = start.checkpoint["config"]
+            for f in dataclasses.fields(self.Config):
+                if f.name not in values or f.metadata.get("per_run"):
+                    continue
+                value = values[f.name]
+                recorded[f.name] = value
+                if isinstance(value, str) and value == f.metadata.get("word"):
+                    continue
+                choices = f.metadata.get("choices")
+                if type(value) is not f.type or (choices and value not in choices):
+                    raise unexpected(f"its --{f.name}", f"a valid {f.type.__name__}", value)
+        return recorded | model_shape(start.model)
+
+    def wanted(self, given: dict, shape: dict) -> dict:
         """{flag: value} that the command asks for, to compare with a checkpoint's `fixed` flags."""
-        wanted = self.presets[flags.preset].flags | given
+        wanted = self.preset_of(given) | given
         if wanted.get("init", "scratch") != "scratch":
-            # A run that began from --init has the shape of that model. The shape in a preset, which
-            # --init overrode then, is no contradiction now; a typed one is.
-            for name in start.shape.keys() - given.keys():
+            # A run that began from --init has the shape of that model, whatever the preset says.
+            for name in shape.keys() - given.keys():
                 wanted.pop(name, None)
-        return wanted
+        fixed = [f.name for f in dataclasses.fields(self.Config) if f.metadata.get("fixed")]
+        return {name: wanted[name] for name in fixed if name in wanted}
+
+    # ------------------------------------------------------------------------- mistakes
+
+    def check_init(self, given: dict, flags, model) -> None:
+        """UserError if the model of --init has another recipe, or another shape than is given."""
+        if type(model) is not self.recipes[flags.recipe].model:
+            raise UserError(f"--recipe {flags.recipe} contradicts --init {flags.init}, whose model "
+                            f"has the recipe {model.recipe}: use --recipe {model.recipe}")
+        for name, value in model_shape(model).items():
+            if given.get(name, value) != value:
+                raise UserError(f"--{name} {given[name]} contradicts --init {flags.init}, whose "
+                                f"model has {value}: use --{name} {value}, or leave the flag out")
 
     def check(self, config) -> None:
         """UserError for values that no run can have."""
         for f in dataclasses.fields(config):
-            check_range(f, getattr(config, f.name))
+            check_field(f, getattr(config, f.name))
         check_recipe_flags(config, self.recipes)
         check_model_flags(config)
 
+        recipe_of_preset = self.presets[config.preset].flags.get("recipe", config.recipe)
+        if recipe_of_preset != config.recipe:
+            raise UserError(f"--preset {config.preset} is for --recipe {recipe_of_preset}, not for "
+                            f"{config.recipe}: leave --recipe out, or choose another --preset")
         if config.min_lr != "auto" and config.min_lr > config.max_lr:
             raise UserError(f"--min_lr {config.min_lr} must not be above --max_lr {config.max_lr}: "
                             "lower --min_lr or raise --max_lr")
 
-        has_preset = config.preset != "gpt2"
-        resumes = config.resume != "auto"
-        if config.overfit and (has_preset or resumes or config.val_every):
-            raise UserError("--overfit cannot be combined with --preset, --resume or --val_every: "
-                            "leave them out")
+        # It has no validation shards, and writes nothing.
+        if config.overfit:
+            usual = self.Config(**self.overfit.flags)
+            for name in ("preset", "resume", "out", "val_every", "checkpoint_every", "eval_only"):
+                if getattr(config, name) != getattr(usual, name):
+                    raise UserError(f"--overfit cannot be combined with --{name}: leave it out")
 
 
 def set_automatic(config, **values) -> None:
@@ -115,10 +205,9 @@ def set_automatic(config, **values) -> None:
             setattr(config, name, value)
 
 
-def check_ranks_agree(flags, config, process) -> None:
+def check_ranks_agree(config, process) -> None:
     """UserError if the flags of the ranks differ, or what their hardware made of "auto"."""
-    # Each GPU may find another --batch_size auto; the smallest will be taken.
-    values = vars(config) | {"batch_size": flags.batch_size}
+    values = dict(vars(config))
     for name in ("data", "hellaswag_data", "out", "device", "wandb"):
         del values[name]
     process.require_same({f"--{name}": value for name, value in values.items()})
@@ -139,7 +228,13 @@ def add_flag(group, f: dataclasses.Field, recipes: dict[str, Recipe]) -> None:
         group.add_argument(f"--{f.name}", choices=f.metadata["choices"], **options)
     else:
         parse = value_parser(f.type, f.metadata.get("word"))
-        group.add_argument(f"--{f.name}", type=parse, metavar=parse.__name__.upper(), **options)
+        options.update(type=parse, metavar=parse.__name__.upper())
+        if f.metadata.get("is_path"):
+            # An empty path is a mistake, but where it is the default.
+            options.update(type=user_path if f.default else os.path.expanduser, metavar="PATH")
+        if "bare" in f.metadata:
+            options.update(nargs="?", const=f.metadata["bare"])
+        group.add_argument(f"--{f.name}", **options)
 
 
 def value_parser(kind: type, word: str | None) -> Callable:
@@ -172,8 +267,8 @@ def help_text(f: dataclasses.Field, recipes: dict[str, Recipe]) -> str:
     return f"{f.metadata['help']} ({'; '.join(defaults)})"
 
 
-def describe_presets(presets: dict[str, Preset], recipes: dict[str, Recipe]) -> str:
-    """The presets' part of --help, without the values that a preset's recipe overrides."""
+def describe_presets(presets: dict, recipes: dict[str, Recipe]) -> str:
+    """The presets' part of --help."""
     lines = [
         "presets:",
         "  Flags on the command line override a preset. So do the learning rates of some recipes:",
@@ -183,13 +278,9 @@ def describe_presets(presets: dict[str, Preset], recipes: dict[str, Recipe]) -> 
             lines.append(wrapped_flags({"recipe": name} | recipe.rates))
 
     for name, preset in presets.items():
-        overridden = {}
-        if "recipe" in preset.flags:
-            overridden = recipes[preset.flags["recipe"]].rates
         lines.append(f"  {name}: {preset.purpose}")
-        shown = {flag: value for flag, value in preset.flags.items() if flag not in overridden}
-        if shown:
-            lines.append(wrapped_flags(shown))
+        if preset.flags:
+            lines.append(wrapped_flags(preset.flags))
     return "\n".join(lines)
 
 
@@ -201,20 +292,34 @@ def wrapped_flags(values: dict) -> str:
 
 # ----------------------------------------------------------------------------- mistakes
 
-def check_range(f: dataclasses.Field, value) -> None:
-    if f.type not in (int, float) or value == f.metadata.get("word"):
-        return
+def check_field(f: dataclasses.Field, value) -> None:
+    """UserError if the value of a flag that is a number is out of its range."""
+    largest = {int: 2**40, float: 1e38}
+    if f.type in largest and value != f.metadata.get("word"):
+        check_range(f.name, value, f.metadata.get("smallest", 0),
+                    f.metadata.get("largest", largest[f.type]), f.metadata["help"])
 
-    largest = f.metadata.get("largest", 2**40 if f.type is int else 1e38)
-    if f.metadata.get("above") == 0:
-        allowed = f"above 0 and at most {largest}"
-        is_valid = 0 < value <= largest
-    else:
-        allowed = f"from 0 to {largest}"
-        is_valid = 0 <= value <= largest
-    if not is_valid:
-        raise UserError(f"--{f.name} {value} is out of range: choose a number {allowed} "
-                        f"(--help says: {f.metadata['help']})")
+
+def check_step(start: Start, config) -> None:
+    """UserError for a run that resumes beyond its end."""
+    if start.step > config.max_steps:
+        raise UserError(f"{start.path} is at step {start.step}, beyond --max_steps "
+                        f"{config.max_steps}: raise --max_steps, or go back to an earlier "
+                        "checkpoint with --resume and another --out")
+
+
+def check_fixed_flags(start: Start, recorded: dict, wanted: dict) -> None:
+    """UserError for a `fixed` flag that the command wants otherwise than the checkpoint has it."""
+    for name, value in wanted.items():
+        if name not in recorded:
+            continue
+        meant = recorded[name]
+        if name == "sequence_length" and meant == "auto":
+            meant = recorded["block_size"]
+        if value not in (recorded[name], meant):
+            raise UserError(f"{start.path} was trained with --{name} {recorded[name]}, not "
+                            f"{value}: set --{name} to {recorded[name]}, or start a new run with "
+                            "another --out")
 
 
 def check_recipe_flags(config, recipes: dict[str, Recipe]) -> None:

@@ -80,11 +80,11 @@ def from_huggingface(source: str | Path, models: dict):
     with reading(source, remedy, problem=problem):
         config = read_json(folder / "config.json")
         recipe = config.get("model_type")
-        modern_recipes = [name for name in models if name != "gpt2"]
-        if recipe in modern_recipes:
+        if recipe in models and recipe != "gpt2":
             config["vocab_size"] = config["padded_vocab_size"]
             weights = read_weights(folder)
-            weights.pop("parts", None)          # frontier.py computes this table itself
+            for name in models[recipe].computed_tables:
+                weights.pop(name, None)
         else:
             recipe = "gpt2"
             config |= gpt2_settings(config)
@@ -233,7 +233,7 @@ def export_modern(model) -> tuple[dict, dict]:
     module = MODELING.removesuffix(".py")
     name = model.recipe.capitalize()
 
-    # The rows that pad the vocabulary stay: frontier's bigram_hash depends on their number.
+    # The rows that pad the vocabulary stay: bigram_hash in frontier.py depends on their number.
     config = {
         "architectures": [f"{name}ForCausalLM"],
         "model_type": model.recipe,
@@ -248,10 +248,12 @@ def export_modern(model) -> tuple[dict, dict]:
     }
 
     weights = model.state_dict()
-    if model.recipe == "frontier":
-        del weights[HEAD]                       # tied to the embedding
-        weights["parts"] = model.parts          # MODELING has no tokenizer to compute it
-        config["n_part"] = model.transformer.part.num_embeddings
+    if model.lm_head.weight is model.transformer.wte.weight:
+        del weights[HEAD]
+    for name in model.computed_tables:
+        weights[name] = getattr(model, name)
+    if "part" in model.transformer:
+        config["n_part"] = model.transformer["part"].num_embeddings
     return config, weights
 
 

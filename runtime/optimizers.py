@@ -61,8 +61,10 @@ class CombinedOptimizer:
         """Whether this rank has the moments of the parameter."""
         return self.owner.get(p, self.rank) == self.rank
 
-    def state_bytes(self) -> int:
-        """The memory that this rank's moments take, if each parameter has two, as AdamW's have."""
+    def bytes_to_allocate(self) -> int:
+        """What the first step will allocate: two moments a parameter, as AdamW's. 0 after it."""
+        if any(optimizer.state for optimizer in self.optimizers):
+            return 0
         return sum(2 * p.nbytes for p in self.optimizer_of if self.holds(p))
 
 

@@ -1,4 +1,6 @@
 """The folder --out of a run: metrics.csv, checkpoints, loss.png; and Weights & Biases."""
+import itertools
+import math
 import os
 import time
 import uuid
@@ -6,123 +8,223 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
-from runtime import plots
 from runtime.checkpoint import Start, choose_checkpoint, is_finite
-from runtime.cli import RunError, UserError
+from runtime.cli import RunError, UserError, brief_error, error_of_the_system, print_error
 from runtime.files import (
+    RUN_LOCK,
     checkpoints,
+    is_there,
     lock_folder,
+    naming,
     read_text,
+    reading,
     remove_leftovers,
     replace_file,
     sync,
     what_resumes,
 )
-from runtime.metrics import FORMATS, HEADER, lowest, read_metrics, row_line
+from runtime.metrics import FORMATS, HEADER, REMEDY, Metrics, read_lines
+from runtime.network import store_of_torchrun
+from runtime.plots import plot_run
 
 # What a run writes beside its checkpoints.
 RUN_FILES = ("metrics.csv", "loss.png", "wandb_id")
+PICTURE_SECONDS = 60.0          # at least, between two pictures of a run
+CACHED_SECONDS = 60.0           # after them other machines see a new file on a network's disk
 
 
 class Output:
-    """What a run writes. Only rank 0 writes, and with --overfit nobody does.
+    """What a run writes. Only rank 0 writes, and without a folder in --out nobody does.
 
     metrics.csv has one row for each step; a resume, the best checkpoint and the picture read it. As
     a context manager an Output completes and closes its files, however the run ends.
     """
 
-    def __init__(self, flags, process, tokens_before: Callable[[int], int]):
-        self.flags = flags              # which checkpoints record
+    def __init__(self, config, process, tokens_before: Callable[[int], int]):
+        self.config = config
         self.process = process
         self.tokens_before = tokens_before      # step -> the tokens of all steps before it
-        self.out = Path(flags.out)
-        self.rows = []                  # of metrics.csv
-        self.table = None               # metrics.csv, open for writing; None: nothing is written
-        self.lock = None
+        self.out = Path(config.out)
+        self.lock = None                # the locked file; None: nothing is written
+        self.metrics = Metrics()
+        self.table = None               # metrics.csv, where it is open for writing
+        self.row = None                 # {column: text} of the last row, until it is in the file
         self.wandb = None
-        self.picture_due = 0.0          # when plots.draw may make the next loss.png
+        self.picture_due = 0.0          # when draw_losses may make the next loss.png
 
         self.executor = ThreadPoolExecutor(1, "checkpoint")
         self.pending = None             # the Future of the checkpoint that is being written
+        self.extras = set()             # steps saved for their loss alone, beside the periods
 
-    def open(self, config, start: Start) -> None:
+    def open(self, start: Start) -> None:
         """Locks the folder, and opens metrics.csv where the run begins or continues.
 
         UserError if metrics.csv is damaged.
         """
-        if config.overfit or not self.process.is_master:
+        if not self.config.out or not self.process.is_master:
             return
 
-        self.lock = lock_folder(self.out)
-        if choose_checkpoint(config) != start.path:
+        self.lock = lock_run(self.out, store_of_torchrun())
+        if choose_checkpoint(self.config) != start.path:
             # The other run saved a checkpoint after this one had chosen where to begin.
             raise RunError(f"another run has just ended in {self.out}: run the same command again")
         remove_leftovers(self.out, rf"checkpoint_\d+\.pt|{'|'.join(RUN_FILES)}")
         if not checkpoints(self.out):
             keep_aside(self.out, self.process.print0)
 
-        self.rows = rows_before(self.out / "metrics.csv", start.step)
-        text = "".join(f"{line}\n" for line in [HEADER, *map(row_line, self.rows)])
-        replace_file(self.out / "metrics.csv", lambda file: file.write(text.encode()))
-        self.table = open(self.out / "metrics.csv", "a", newline="\n")
-        if config.wandb:
-            self.wandb = open_wandb(self.out.resolve(), vars(config), resumes=start.step > 0)
+        self.continue_metrics(start.step)
+        if self.config.wandb:
+            self.wandb = open_wandb(self.out.resolve(), vars(self.config), resumes=start.step > 0)
+
+    def warn_unless_shared(self) -> None:
+        """Warns if other machines do not see the folder in which rank 0 writes: none could resume.
+
+        All ranks call it, after `open`. On a network file system it may take CACHED_SECONDS.
+        """
+        machines = self.process.machines
+        if not self.config.out or len(set(machines)) <= 1:
+            return
+        name = self.process.from_master(self.lock and Path(self.lock.name).name)
+        seen = self.process.gather(wait_for(name, self.out, CACHED_SECONDS))
+        blind = {machine for machine, sees in zip(machines, seen, strict=True) if not sees}
+        if blind and self.process.is_master:
+            print_error(f"warning: {self.out} is another folder on {', '.join(sorted(blind))}: "
+                        "put --out on a file system that all machines share, or the run may not "
+                        "resume")
 
     # ------------------------------------------------------------------------- metrics.csv
+
+    def continue_metrics(self, step: int, reopen: bool = False) -> None:
+        """Makes metrics.csv anew, with the rows that it has up to `step`.
+
+        Of a row of `step` the evaluations stay. With `reopen` it is in memory only, until what else
+        the step measures is there.
+        """
+        self.close_table()
+        path = self.out / "metrics.csv"
+        self.metrics = Metrics()
+        lines = {}
+        if step > 0 and is_there(path):
+            with reading(path, REMEDY):
+                lines = {s: line for s, line in read_lines(path).items() if s <= step}
+                for line in lines.values():
+                    self.metrics.add_line(line)
+        elif checkpoints(self.out):
+            self.process.print0(
+                f"{self.out} has checkpoints, but no metrics.csv with their validation losses: the "
+                f"checkpoints up to step {step} stay, because one of them may be the best")
+
+        if step in lines:
+            # The step itself will be trained again.
+            for name in ("train", "lr", "norm", "tokens_per_second"):
+                self.metrics.set(name, math.nan)
+        if step in lines and reopen:
+            del lines[step]
+            cells = self.metrics[-1].items()
+            self.row = {name: format(v, FORMATS[name]) for name, v in cells if v is not None}
+        lines = itertools.chain([HEADER], lines.values())
+        replace_file(path, lambda file: file.writelines(f"{line}\n".encode() for line in lines))
 
     @property
     def seconds(self) -> float:
         """The time of all steps so far."""
         # The `seconds` of a row do not include its own step. If that was trained, its time is added
         # here: its tokens divided by its rate.
-        if not self.rows:
+        if not self.metrics:
             return 0.0
-        last = self.rows[-1]
+        last = self.metrics[-1]
         rate = last["tokens_per_second"]
         if rate is None:
             return last["seconds"]
         tokens = self.tokens_before(last["step"] + 1) - self.tokens_before(last["step"])
         return last["seconds"] + tokens / rate
 
-    def add(self, step: int, kind: str, value: float, **more: float) -> None:
-        """Records `value` of `kind` (train, val or hella) in the row of `step`.
+    def add(self, step: int, **cells: float) -> None:
+        """Records cells of the row of `step`: those of its evaluations, then those of its training.
 
-        `more`: other cells of that row. The evaluations of a step come before its training.
+        The row is written when it has them all, so that a kill leaves no half of one; or before, if
+        a checkpoint of the step is saved.
         """
-        if self.table is None:
+        if self.lock is None:
             return
-        end = self.table.tell()
-        if self.rows and self.rows[-1]["step"] == step:
-            end -= len(row_line(self.rows[-1])) + 1             # rewrite this row
-        else:
-            row = dict.fromkeys(FORMATS)
-            row.update(step=step, tokens=self.tokens_before(step), seconds=self.seconds)
-            self.rows.append(row)
-        self.rows[-1].update(more)
-        self.rows[-1][kind] = round(value, 6)                   # as it will be read again
-
-        # After a kill between truncate and print the row is missing, but never half of it.
-        self.table.truncate(end)
-        print(row_line(self.rows[-1]), file=self.table, flush=True)
         if self.wandb:
-            self.wandb.log({kind: value, **more}, step=step)
+            self.wandb.log(cells, step=step)
+        if self.has_row(step) and self.row is None:
+            # Not by a truncate, which not all file systems have: s3fs would keep both rows.
+            self.continue_metrics(step, reopen=True)
+        if not self.has_row(step):
+            self.end_row()
+            cells = dict(step=step, tokens=self.tokens_before(step), seconds=self.seconds) | cells
+            self.metrics.add_row()
+            self.row = {}
+        for name, value in cells.items():
+            self.row[name] = format(value, FORMATS[name])
+            self.metrics.set(name, float(self.row[name]))
+        if "train" in cells:
+            self.end_row()
 
-    def evaluated(self, step: int) -> set[str]:
-        """The evaluations of this step that are recorded already: "val", "hella", both or none.
+    def was_evaluated(self, step: int) -> bool:
+        """Whether the last row is that of this step, and has its evaluations."""
+        if not self.has_row(step):
+            return False
+        last = self.metrics[-1]
+        return last["val"] is not None or last["hella"] is not None
 
-        A run that resumes does not repeat them.
+    def has_row(self, step: int) -> bool:
+        """Whether the last row is that of this step."""
+        return len(self.metrics) > 0 and self.metrics[-1]["step"] == step
+
+    def is_lowest(self, step: int) -> bool:
+        """Whether the validation loss of this step is the lowest of the run so far."""
+        best = self.metrics.lowest()
+        return best is not None and best[1] == step
+
+    def end_row(self) -> None:
+        """Writes the last row, if it is not in the file yet."""
+        if self.row is None:
+            return
+        line = ",".join(self.row.get(name, "") for name in FORMATS)
+        path = self.out / "metrics.csv"
+        with naming(path):
+            if self.table is None:
+                # Not "a", which would begin a new file where the disk with this one is away.
+                self.table = open(path, "r+", newline="\n")
+                self.table.seek(0, os.SEEK_END)
+            print(line, file=self.table, flush=True)
+        self.row = None
+
+    def close_table(self) -> None:
+        """Puts metrics.csv onto the disk. What mounts a bucket uploads a file when it is closed."""
+        table, self.table = self.table, None
+        if table:
+            with naming(table.name), table:
+                sync(table.fileno())
+
+    def draw_losses(self, last: bool = False) -> None:
+        """Draws loss.png, at most once in PICTURE_SECONDS, and at the end (`last`).
+
+        A failure is a warning. Without matplotlib it warns once, and does not try again.
         """
-        if not self.rows or self.rows[-1]["step"] != step:
-            return set()
-        return {kind for kind in ("val", "hella") if self.rows[-1][kind] is not None}
+        never_again = self.picture_due == math.inf
+        too_early = time.monotonic() < self.picture_due
+        if self.lock is None or never_again or (too_early and not last):
+            return
 
-    def draw(self, title: str, last: bool) -> None:
-        """Draws loss.png; with `last` in any case."""
-        if self.table:
-            plots.draw(self, title, last)
+        path = self.out / "loss.png"
+        c = self.config
+        self.picture_due = time.monotonic() + PICTURE_SECONDS
+        try:
+            title = f"{c.recipe}, {c.n_layer} layers of width {c.n_embd}"
+            plot_run(self.metrics, path, title)
+        except Exception as error:
+            # matplotlib raises all kinds of errors, and no run should end by a picture.
+            print_error(f"warning: {path} was not drawn ({brief_error(error)})")
+            if isinstance(error, ModuleNotFoundError):
+                self.picture_due = math.inf
 
     # ------------------------------------------------------------------------- checkpoints
 
@@ -135,28 +237,44 @@ class Output:
         self.finish_save()
 
         # After a loss of power no checkpoint may be newer than the record that it continues.
-        sync(self.table.fileno())
+        self.end_row()
+        self.close_table()
 
-        # The best step is the best one of those that have a file.
-        best = lowest(self.rows, dict(checkpoints(self.out)))
-        best_step = None
-        if best:
-            _, best_step = best
-        self.pending = self.executor.submit(self._write, content, best_step)
+        old = self.superfluous_after(content["step"])
+        self.pending = self.executor.submit(self._write, content, old)
         if self.process.device == "cpu":
             self.finish_save()
 
-    def _write(self, content, best_step):
+    def superfluous_after(self, step: int) -> list[Path]:
+        """The checkpoints to remove when the one of `step` is there."""
+        if self.is_lowest(step):
+            # At the periods a checkpoint comes before the evaluation, when its loss is not known.
+            self.extras.add(step)
+
+        saved = dict(checkpoints(self.out))
+        counted = [s for s in sorted({step, *saved}) if s not in self.extras]
+        if self.config.keep_checkpoints != "all":
+            counted = counted[-self.config.keep_checkpoints:]
+        kept = {step, *counted}
+
+        # The best of those that have a file.
+        best = self.metrics.lowest({step, *saved})
+        if best:
+            kept.add(best[1])
+
+        # Before the first row no losses are known: an earlier metrics.csv has been lost.
+        first_row = step
+        if self.metrics:
+            first_row = self.metrics[0]["step"]
+        return [path for s, path in saved.items() if s not in kept and s > first_row]
+
+    def _write(self, content, old):
         began = time.perf_counter()
         path = self.out / f"checkpoint_{content['step']:06d}.pt"
         refuse_non_finite(content, path)
         save_atomically(path, content)
-
-        keep = self.flags.keep_checkpoints
-        if keep != "all":
-            for step, old in checkpoints(self.out)[:-keep]:
-                if step != best_step:
-                    old.unlink()
+        for superfluous in old:
+            superfluous.unlink(missing_ok=True)
         self.process.print0(f"saved {path} in {time.perf_counter() - began:.1f} s")
 
     def finish_save(self) -> None:
@@ -167,6 +285,8 @@ class Output:
 
     def what_resumes(self) -> str:
         """What the same command does next, once the checkpoint being written is complete."""
+        if not self.config.out:
+            return ""
         self.finish_save()
         return what_resumes(self.out)
 
@@ -178,6 +298,7 @@ class Output:
     def __exit__(self, kind, error, traceback):
         try:
             self.finish_save()
+            self.end_row()                          # of the last evaluation
         except (RunError, OSError) as error_of_save:
             if error is None:
                 error = error_of_save
@@ -191,34 +312,49 @@ class Output:
                 self.wandb.finish()
 
         # What ends a run gets a sentence about how it goes on.
-        if isinstance(error, UserError | RunError | OSError) and not self.flags.overfit:
-            text = f"{error}. {what_resumes(self.out)}"
-            if isinstance(error, OSError) and error.filename is None:
-                text = f"{self.out} cannot be written: {text}"
-            if isinstance(error, UserError):
-                raise UserError(text) from None
-            raise RunError(text) from None
+        if isinstance(error, UserError | RunError | OSError) and self.config.out:
+            if isinstance(error, OSError):
+                error = RunError(str(error_of_the_system(error)))
+            raise type(error)(f"{error}. {what_resumes(self.out)}") from None
 
 
-def rows_before(path: Path, step: int) -> list[dict]:
-    """The rows of a metrics.csv that a run keeps if it resumes at `step`."""
-    if step == 0 or not path.exists():
-        return []
-    rows = [row for row in read_metrics(path) if row["step"] <= step]
-    if rows and rows[-1]["step"] == step:
-        # Its evaluations stay; the step itself will be trained again.
-        rows[-1].update(train=None, lr=None, norm=None, tokens_per_second=None)
-    return rows
+def lock_run(out: Path, store) -> BinaryIO:
+    """lock_folder, of the folder of a run.
+
+    RunError where torchrun has restarted the ranks and the folder has lost their lock, as if a
+    mount had ended: they would begin anew, on the disk below. `store` is torchrun's, which outlives
+    a restart, or None.
+    """
+    key = f"{out} has been locked"
+    if store and store.check([key]) and not is_there(out / RUN_LOCK):
+        raise RunError(f"{out} has lost the run that was there before torchrun restarted it: check "
+                       "the disk or the mount; the same command goes on")
+    lock = lock_folder(out)
+    if store:
+        store.set(key, "yes")
+    return lock
+
+
+def wait_for(name: str, folder: Path, seconds: float) -> bool:
+    """Whether the folder has this file, now or within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while True:
+        with suppress(OSError):                 # the folder is not there
+            if name in os.listdir(folder):      # unlike exists(), asks a network file system anew
+                return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.5)
 
 
 def keep_aside(out: Path, say: Callable[[str], None]) -> None:
     """Gives the files of a run that left no checkpoint in `out` another name."""
-    left = [out / name for name in RUN_FILES if (out / name).exists()]
+    left = [out / name for name in RUN_FILES if is_there(out / name)]
     if not left:
         return
 
     number = 1
-    while any(numbered(path, number).exists() for path in left):
+    while any(is_there(numbered(path, number)) for path in left):
         number += 1
     for path in left:
         os.rename(path, numbered(path, number))
@@ -269,7 +405,7 @@ def open_wandb(out: Path, config: dict, resumes: bool):
     import wandb
 
     path = out / "wandb_id"
-    if not resumes or not path.exists():
+    if not resumes or not is_there(path):
         replace_file(path, lambda file: file.write(uuid.uuid4().hex.encode()))
     wandb.init(name=out.name, config=config, id=read_text(path), resume="allow")
     return wandb

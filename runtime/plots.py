@@ -1,14 +1,10 @@
-"""OUT/loss.png, drawn from the rows of metrics.csv; and what the pictures of bench.py share with
-it."""
+"""OUT/loss.png, drawn from metrics.csv; and what the pictures of bench.py share with it."""
 import logging
-import math
-import time
 from pathlib import Path
 
-from runtime.cli import brief_error, print_error
 from runtime.files import replace_file
+from runtime.metrics import Metrics
 
-PATIENCE = 60.0         # seconds between two pictures of a run
 EVALUATION = dict(color="#1f4e9c", marker="o", markersize=3)
 # column of metrics.csv: (label of the y axis, name of the curve, its style)
 CURVES = {
@@ -36,23 +32,15 @@ def short_count(n: float, _position=None) -> str:
     return f"{n:g}"
 
 
-def finite_points(rows: list[dict], column: str) -> list[tuple[float, float]]:
-    """[(tokens, value)] of a column, where there is a value that can be drawn."""
-    points = []
-    for row in rows:
-        value = row[column]
-        if value is not None and math.isfinite(value):
-            points.append((row["tokens"], value))
-    return points
+def plot_run(metrics: Metrics, path: Path, title: str) -> None:
+    """Draws the losses and HellaSwag of a run against tokens, into the .png `path`.
 
-
-def plot_run(rows: list[dict], path: Path, title: str) -> None:
-    """Draws the losses and HellaSwag in the rows of a metrics.csv against tokens, into the .png
-    `path`. Draws nothing if there is no number among them."""
+    Draws nothing if there is no number among them.
+    """
     # Curves with the same label of the y axis share a panel: {label: {column: points}}.
     panels = {}
     for column, (label, _, _) in CURVES.items():
-        points = finite_points(rows, column)
+        points = metrics.measured(column)
         if points:
             panels.setdefault(label, {})[column] = points
     if not panels:
@@ -75,23 +63,3 @@ def plot_run(rows: list[dict], path: Path, title: str) -> None:
         panel.grid(alpha=0.3)
         panel.legend(fontsize=8)
     replace_file(path, lambda file: figure.savefig(file, format="png", dpi=130))
-
-
-def draw(output, title: str, last: bool) -> None:
-    """Draws OUT/loss.png of an Output, at most once in PATIENCE seconds, and at the end (`last`).
-
-    A failure is a warning. Without matplotlib it warns once, and does not try again.
-    """
-    never_again = output.picture_due == math.inf
-    too_early = time.monotonic() < output.picture_due
-    if never_again or (too_early and not last):
-        return
-
-    output.picture_due = time.monotonic() + PATIENCE
-    try:
-        plot_run(output.rows, output.out / "loss.png", title)
-    except Exception as error:
-        # matplotlib raises all kinds of errors, and no run should end by a picture.
-        print_error(f"warning: {output.out}/loss.png was not drawn ({brief_error(error)})")
-        if isinstance(error, ModuleNotFoundError):
-            output.picture_due = math.inf

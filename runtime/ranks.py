@@ -3,8 +3,8 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from datetime import timedelta
 from inspect import signature
 
@@ -13,9 +13,21 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from tqdm import tqdm
 
-from runtime.cli import RunError, UserError, discard, exit_code, print_error, safe_repr
+from runtime.cli import (
+    RunError,
+    UserError,
+    discard,
+    error_of_the_system,
+    exit_code,
+    print_error,
+    safe_repr,
+)
 
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")      # SIGUSR1 is Slurm's warning
+
+
+class Stopped(Exception):
+    """A signal asks this process to stop: the step or evaluation that it is in is dropped."""
 
 
 @dataclass
@@ -25,7 +37,10 @@ class Process:
     local_rank: int = 0         # among those of this machine
     world_size: int = 1
     device: str = "cpu"
-    received: str = ""          # the last signal that asked this process to stop
+    signal: str = ""            # the last one that asked this process to stop
+    machines: list = field(default_factory=list)    # the name of each rank's machine
+    addresses: list = field(default_factory=list)   # of each rank, [(host, port)]
+    rounds_differently: bool = False    # whether another rank has been found to; it was said
 
     @property
     def is_master(self) -> bool:
@@ -69,7 +84,7 @@ class Process:
         """Rank 0's value, on all ranks."""
         return self.gather(value)[0]
 
-    def shared(self, error: UserError | RunError) -> BaseException:
+    def error_on_rank0(self, error: UserError | RunError) -> BaseException:
         """What a rank raises for a mistake that all ranks have noticed: only rank 0 prints it."""
         if self.is_master:
             return error
@@ -87,7 +102,7 @@ class Process:
         except (UserError, RunError) as error:
             failure = error
         except OSError as error:
-            failure = UserError(str(error))
+            failure = error_of_the_system(error)
         except ModuleNotFoundError as error:
             failure = UserError(f"{error}: pip install {error.name}")
 
@@ -97,7 +112,7 @@ class Process:
             message = str(error)
             if rank > 0:
                 message = f"process {rank}: {message}"
-            raise self.shared(type(error)(message))
+            raise self.error_on_rank0(type(error)(message))
         return result
 
     def rank0_first(self, function, *args):
@@ -126,7 +141,7 @@ class Process:
             for name in of_master | of_rank:
                 found, expected = of_rank.get(name), of_master.get(name)
                 if found != expected:
-                    raise self.shared(error(
+                    raise self.error_on_rank0(error(
                         f"process {rank}: {name} is {safe_repr(found)}, but "
                         f"{safe_repr(expected)} on process 0: {remedy}"))
 
@@ -135,19 +150,25 @@ class Process:
     def stop_requested(self) -> bool:
         """Whether a signal asks this process to stop at once, in the middle of a step.
 
-        Several ranks have to stop at the same place. They agree on it once in each step.
+        Several ranks have to stop at the same place. They vote on it in each step (train_step).
         """
-        return self.world_size == 1 and self.received != ""
+        return self.world_size == 1 and self.signal != ""
 
-    def progress(self, what: str, items: Iterable) -> Iterable:
-        """The items. Rank 0 shows a bar on a terminal if they take longer than ten seconds."""
+    def until_stopped(self, what: str, items: Iterable) -> Iterator:
+        """The items. Raises Stopped before one of them if a signal asks this process to stop.
+
+        Rank 0 shows a bar on a terminal if they take longer than ten seconds.
+        """
         hidden = None                               # None: hidden unless stderr is a terminal
         if not self.is_master:
             hidden = True
-        return tqdm(items, what, delay=10, leave=False, disable=hidden)
+        for item in tqdm(items, what, delay=10, leave=False, disable=hidden):
+            if self.stop_requested():
+                raise Stopped
+            yield item
 
     def catch_signals(self) -> None:
-        """From now on a signal of STOP_SIGNALS is only noted in `received`."""
+        """From now on a signal of STOP_SIGNALS is only noted in `signal`."""
         for name in STOP_SIGNALS:
             number = getattr(signal, name, None)    # Windows has only two of them
             if number is None or signal.getsignal(number) == signal.SIG_IGN:
@@ -160,10 +181,10 @@ class Process:
         # A second Ctrl-C or SIGTERM ends the process at once. Not of several ranks: torchrun passes
         # on the terminal's Ctrl-C, so that it comes twice, and ends its processes itself.
         urgent = ("SIGINT", "SIGTERM")
-        if name in urgent and self.received in urgent and self.world_size == 1:
+        if name in urgent and self.signal in urgent and self.world_size == 1:
             os._exit(128 + number)
 
-        self.received = name
+        self.signal = name
         if self.is_master:
             try:
                 # Not print: the signal may have interrupted one.
@@ -205,14 +226,14 @@ def read_number(name: str, default: int) -> int:
                         f"`env -u {name}`") from None
 
 
-def end_with_torchrun() -> None:
+def die_with_torchrun() -> None:
     """Has Linux send this process SIGTERM when torchrun dies. A torchrun that is killed cannot pass
     anything on, and its ranks would train on, and keep their --out from the next run."""
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(1, int(signal.SIGTERM))         # PR_SET_PDEATHSIG
 
 
-def say_who_is_missing(process: Process) -> None:
+def warn_without_torchrun(process: Process) -> None:
     """Without torchrun the others may never come: says how many, and where this process waits."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return
@@ -222,21 +243,15 @@ def say_who_is_missing(process: Process) -> None:
                 "torchrun, or one with `env -u WORLD_SIZE`")
 
 
-def shared_store(timeout: timedelta) -> dist.Store:
-    """The store by which the ranks find each other."""
-    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-
-    # torchrun's store outlives a restart (pytorch issue 135712). Without a prefix of its own a rank
-    # would read there the address of a dead one.
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"restart {restarts}", store)
-
-
 def ddp_options(process: Process) -> dict:
-    """The arguments of DDP, beside the model."""
-    options = {"gradient_as_bucket_view": True}         # no second copy of the gradients
+    """Those arguments of DDP that depend on the device and on torch's version."""
+    options = {}
     if process.on_gpu:
         options["device_ids"] = [process.device]
+        # A GPU that waits for the gradients of another one does not see that a machine is gone.
+        # NCCL's watchdog ends the process, after the timeout of the group: the hour of the first
+        # group is for downloads. In a step nothing takes ten minutes, torch's own default.
+        options["process_group"] = dist.new_group(timeout=timedelta(minutes=10))
 
     # Buffers (frontier's tables of tokens) are the same on all ranks anyway.
     if "forward_sync_buffers" in signature(DDP).parameters:             # from torch 2.13 on

@@ -1,4 +1,4 @@
-"""What a recipe is, and how many tokens each step of a run has."""
+"""What a recipe is, and how many tokens each step of a run has. It needs no torch."""
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,17 +8,20 @@ from runtime.cli import UserError
 
 @dataclass
 class Recipe:
-    """How a model is trained: all in which the training of one recipe differs from another's.
+    """A model, and how it is trained: all in which one recipe differs from another.
 
-    `config` is train_gpt2.Config. `progress` is the share of the run's tokens that came before a
-    step, from 0 to 1. Schedules keep no state of their own: a resumed run continues them exactly.
+    `config` is config.Config. `progress` is the share of the run's tokens that came before a step,
+    from 0 to 1. Schedules keep no state of their own: a resumed run continues them exactly.
     """
+    # The class of the model, a model.LanguageModel.
+    model: type
+
     # (model, config) -> a list of optimizers, in which each parameter is once. The "lr" of each
     # group is its peak, which lr_scale multiplies.
-    make_optimizers: Callable
+    make_optimizers: Callable | None = None
 
     # (step, progress, config) -> the factor by which every learning rate is multiplied.
-    lr_scale: Callable
+    lr_scale: Callable | None = None
 
     # (progress, config) -> the momentum of every group that has a "momentum", as Muon's have.
     momentum: Callable | None = None
@@ -83,6 +86,27 @@ class BatchSchedule:
         # With another --max_steps than before, the thirds have other steps. The offset keeps the
         # place in the data.
         self.offset += tokens - self.tokens_before(step)
+
+
+def growing_batch(config) -> tuple[int, int, int]:
+    """Divisors of --total_batch_size in the three thirds of a run, for Recipe.batch_divisors.
+
+    A run of D tokens begins best with batches of sqrt(5 D) tokens (docs/lab-notes.md). So the first
+    batch is halved, at most twice, while it is at least sqrt(2) times that.
+    """
+    divisors = (1, 1, 1)
+    for smaller_at_first in ((2, 1, 1), (4, 2, 1)):
+        # With smaller batches the same steps have fewer tokens: D is counted anew.
+        schedule = BatchSchedule(config.total_batch_size, config.max_steps, divisors)
+        best_first_batch = math.sqrt(5 * schedule.tokens_before(config.max_steps))
+        if schedule.tokens(0) < math.sqrt(2) * best_first_batch:
+            break
+
+        # All of its sequences must be whole.
+        if config.total_batch_size % (smaller_at_first[0] * config.sequence_length) != 0:
+            break
+        divisors = smaller_at_first
+    return divisors
 
 
 def make_batch_schedule(recipe: Recipe, config, world_size: int) -> BatchSchedule:

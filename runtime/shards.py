@@ -6,12 +6,12 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
-from runtime.cli import UserError
-from runtime.files import read_text, reading, replace_file
-from runtime.kinds import first_bytes_tell
+from runtime.cli import UserError, unexpected
+from runtime.files import is_there, read_text, reading, replace_file
 
 # Of a shard, or one of nanoGPT's two files. Hidden files are no shards: a Mac leaves one beside
 # each file that it copies to another disk, ._x_train_000001.npy.
@@ -20,6 +20,7 @@ NANOGPT = ("train.bin", "val.bin")          # uint16 tokens without a header
 BIN_MAGIC = 20240520            # llm.c, dev/data/data_common.py
 BIN_VERSION = 1
 BIN_HEADER = 256                # int32 numbers: magic, version, number of tokens, zeros
+REMEDY = "copy or make the shard again"
 
 
 def write_shard(path: str | Path, tokens: np.ndarray) -> None:
@@ -44,49 +45,85 @@ def write_parts(path: str | Path, length: int, parts: Iterable[np.ndarray]) -> N
     replace_file(path, write)
 
 
-def open_shard(path: str | Path) -> np.memmap:
-    """The tokens of a .npy or .bin shard, 1-D uint16, as a read-only map of the file. UserError
-    if it is truncated or no shard. Nothing in it is ever unpickled."""
-    path = Path(path)
-    with reading(path, "copy or make the shard again"), first_bytes_tell(path):
-        if path.name in NANOGPT:
-            tokens = np.memmap(path, dtype="<u2", mode="r")
-        elif path.suffix == ".bin":
-            tokens = open_bin(path)
-        else:
-            # Not np.load, which takes what is no .npy for a pickle or an archive.
-            tokens = np.lib.format.open_memmap(path, mode="r")
+def count_tokens(path: str | Path) -> int:
+    """How many tokens a .npy or .bin shard has. UserError if it is truncated or no shard."""
+    with reading(path, REMEDY), open(path, "rb") as file:
+        _, length = find_tokens(file)
+        return length
 
-        if tokens.dtype != np.uint16 or tokens.ndim != 1 or len(tokens) == 0:
-            raise ValueError(f"expected 1-D uint16 tokens, found {tokens.dtype} {tokens.shape}")
-        if path.stat().st_size != tokens.offset + tokens.nbytes:
-            raise ValueError(f"its size does not match the {len(tokens):,} tokens of its header")
+
+def read_shard(path: str | Path, first: int = 0, count: int | None = None) -> np.ndarray:
+    """The tokens of a shard from number `first` on, at most `count`: 1-D uint16, in memory.
+
+    UserError if the shard is truncated or none. The file is read, not mapped: where it becomes
+    shorter, or its disk goes away, a map would kill the process (SIGBUS), and not all file systems
+    have maps.
+    """
+    with reading(path, REMEDY), open(path, "rb") as file:
+        offset, length = find_tokens(file)
+        end = length
+        if count is not None:
+            end = min(length, first + count)
+        tokens = np.empty(max(0, end - first), dtype="<u2")
+        file.seek(offset + 2 * first)
+        if file.readinto(tokens) < tokens.nbytes:
+            raise ValueError("it has become shorter while it was read")
         return tokens
 
 
-def open_bin(path: Path) -> np.memmap:
-    """The tokens of a .bin. ValueError if it has another header than llm.c's."""
-    # A file that is too short gives fewer numbers than are asked for.
-    header = np.fromfile(path, dtype="<i4", count=BIN_HEADER)
-    if len(header) < BIN_HEADER or (header[0], header[1]) != (BIN_MAGIC, BIN_VERSION):
+def find_tokens(file: BinaryIO) -> tuple[int, int]:
+    """(bytes before the first token, number of tokens) of a shard. Nothing is ever unpickled.
+
+    ValueError if it is truncated or no shard.
+    """
+    path = Path(file.name)
+    size = os.fstat(file.fileno()).st_size
+    if path.name in NANOGPT:
+        length = size // 2
+    elif path.suffix == ".bin":
+        length = read_bin_header(file)
+    else:
+        length = read_npy_header(file)
+
+    offset = file.tell()
+    if length < 1 or size != offset + 2 * length:
+        raise ValueError(f"its {size:,} bytes do not match {length:,} tokens after a header of "
+                         f"{offset}")
+    return offset, length
+
+
+def read_bin_header(file: BinaryIO) -> int:
+    """The number of tokens in a .bin with llm.c's header. ValueError for another one."""
+    header = np.frombuffer(file.read(4 * BIN_HEADER).ljust(4 * BIN_HEADER), dtype="<i4")
+    if (header[0], header[1]) != (BIN_MAGIC, BIN_VERSION):
         raise ValueError(f"it does not start with llm.c's header, which has magic {BIN_MAGIC} and "
                          f"version {BIN_VERSION}")
-    return np.memmap(path, dtype="<u2", mode="r", offset=4 * BIN_HEADER, shape=(int(header[2]),))
+    return int(header[2])
 
 
-def read_shard(path: str | Path) -> np.ndarray:
-    """The tokens of a shard in memory, 1-D uint16. They are read, not copied from the map of
-    open_shard: if the file is truncated meanwhile, the map would kill the process (SIGBUS), and a
-    read returns less."""
-    tokens = open_shard(path)
-    return np.fromfile(path, dtype="<u2", count=len(tokens), offset=tokens.offset)
+def read_npy_header(file: BinaryIO) -> int:
+    """The number of tokens in a .npy. ValueError if it holds other numbers, or is none."""
+    # Not np.load, which takes what is no .npy for a pickle or an archive.
+    readers = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }
+    version = np.lib.format.read_magic(file)
+    if version not in readers:
+        raise unexpected("its version of .npy", "(1, 0) or (2, 0)", str(version))
+    shape, _, dtype = readers[version](file)
+    if dtype != np.uint16 or len(shape) != 1:
+        raise ValueError(f"expected 1-D uint16 tokens, found {dtype} {shape}")
+    return shape[0]
 
 
 def shard_names(folder: str | Path) -> list[str]:
     """The sorted names of all shards in a folder; none if there is no such folder."""
-    if not os.path.lexists(folder):
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
         return []
-    return sorted(name for name in os.listdir(folder) if SHARD_NAME.match(name))
+    return sorted(name for name in names if SHARD_NAME.match(name))
 
 
 def list_shards(folder: str | Path, split: str) -> list[Path]:
@@ -112,7 +149,7 @@ def read_manifest(folder: Path) -> dict:
     """What a folder's manifest.json records, {} without one. UserError if it is damaged."""
     path = folder / "manifest.json"
     with reading(path, "restore the file, or choose another --out"):
-        if not path.exists():
+        if not is_there(path):
             return {}
         return json.loads(read_text(path, errors="strict"))
 
@@ -141,8 +178,13 @@ def manifest_to_continue(folder: Path, settings: dict) -> dict:
     if not shard_names(folder):
         return {**settings, "validation": None, "complete": False, "shards": []}
 
-    # The version comes first: of the manifest of another command it is null.
     found = read_manifest(folder)
+    if not found:
+        raise UserError(f"{folder} has shards, but manifest.json is missing, which says how they "
+                        "were made: restore the file, choose another --out, or train on these "
+                        "shards as they are")
+
+    # The version comes first: of the manifest of another command it is null.
     for key, value in settings.items():
         if found.get(key) != value:
             begun = json.dumps(found.get(key))[:80]
@@ -152,7 +194,7 @@ def manifest_to_continue(folder: Path, settings: dict) -> dict:
     with reading(folder / "manifest.json", "choose another --out"):
         for shard in found["shards"]:
             # Its bytes are compared by --verify only: that takes minutes for 10 billion tokens.
-            length = len(open_shard(folder / shard["file"]))
+            length = count_tokens(folder / shard["file"])
             if shard["tokens"] != length or len(shard["cursor"]) != 2:
                 raise ValueError(f"its entry of {shard['file']} does not match that file")
     return found

@@ -19,13 +19,13 @@ import numpy as np
 
 from runtime.cli import print_error, safe_repr
 from runtime.files import reading
-from runtime.kinds import LFS_POINTER, first_bytes_tell
 from runtime.tokenizer import LAST_CUT, replace_surrogates
 
 BLOCK = 1 << 20                 # bytes that are read and encoded at once
 COMPRESSIONS = {".gz": "gzip", ".gzip": "gzip", ".zst": "zstd", ".zstd": "zstd", ".bz2": "bz2"}
 # These programs read more than pyarrow does: zeros behind the end, windows above 128 MiB.
 PROGRAMS = {"gzip": "gunzip", "zstd": "zstd -d --long=31", "bz2": "bunzip2"}
+LFS_POINTER = b"version https://git-lfs"
 # Stands for a carriage return inside a line of a .csv. No text has this character: UTF-8 cannot
 # write it.
 LONE_RETURN = "\udc0d"
@@ -52,7 +52,7 @@ def open_bytes(path: Path) -> io.BufferedReader:
     problem = ""
     head = file.peek(512)
     if head.startswith(LFS_POINTER):
-        problem = "it is a pointer of git-lfs"
+        problem = "it is a pointer of git-lfs; fetch the file itself with `git lfs pull`"
     elif head[257:262] == b"ustar":
         problem = "it is a tar archive; unpack it with `tar -xf`"
     if problem:
@@ -392,7 +392,7 @@ class TextReader:
             remedy = (f"fetch the file again, unpack it with `{PROGRAMS[compression]}` and repair "
                       f"it (as UTF-8 text), or leave it out")
 
-        with reading(path, remedy), first_bytes_tell(path):
+        with reading(path, remedy):
             try:
                 if ending(path) in READERS:
                     yield from self.read_rows(path)

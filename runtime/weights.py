@@ -14,9 +14,8 @@ from types import SimpleNamespace
 import torch
 
 from runtime.cli import UserError, unexpected
-from runtime.files import checkpoints, reading
-from runtime.kinds import first_bytes_tell
-from runtime.metrics import lowest, read_metrics
+from runtime.files import checkpoints, is_there, reading
+from runtime.metrics import read_metrics
 
 EMBEDDING = "transformer.wte.weight"
 HEAD = "lm_head.weight"
@@ -31,8 +30,9 @@ def find_checkpoint(source: str | Path) -> Path | None:
     validation loss. UserError for any other folder.
     """
     path = Path(source)
+    path_is_there = is_there(path)
     if path.is_dir():
-        if (path / "config.json").exists():
+        if is_there(path / "config.json"):
             return None
         found = checkpoints(path)
         if not found:
@@ -46,9 +46,9 @@ def find_checkpoint(source: str | Path) -> Path | None:
         raise UserError(f"{source} is one of the files of a Hugging Face folder: give the folder, "
                         f"{path.parent}")
 
-    if path.name == "best" and path.parent.is_dir() and not path.exists():
+    if path.name == "best" and path.parent.is_dir() and not path_is_there:
         return best_checkpoint(path.parent)
-    if path.exists() or path.suffix in (".pt", ".pth"):
+    if path_is_there or path.suffix in (".pt", ".pth"):
         return path
     return None
 
@@ -57,7 +57,7 @@ def best_checkpoint(out: Path) -> Path:
     """The checkpoint in a run's folder with the lowest validation loss, by its metrics.csv."""
     remedy = f"use a checkpoint's file, or {out} for the newest checkpoint"
     saved = dict(checkpoints(out))                                              # {step: path}
-    best = lowest(read_metrics(out / "metrics.csv", remedy), saved)
+    best = read_metrics(out / "metrics.csv", remedy).lowest(saved)
     if best is None:
         raise UserError(f"{out / 'best'} is not known, because no checkpoint in {out} has a "
                         f"validation loss in metrics.csv: {remedy}")
@@ -72,8 +72,7 @@ def read_checkpoint(
 ) -> dict:
     """The dict that a .pt file holds. UserError with `remedy` if it cannot be read."""
     # `reading` turns any error in here into a UserError that names the file.
-    with (reading(path, remedy, problem="cannot be read as a checkpoint"),
-          first_bytes_tell(path)):
+    with reading(path, remedy, problem="cannot be read as a checkpoint"):
         check_zip(path)
 
         # weights_only=True runs no code of the file. build-nanogpt pickles an instance of
@@ -97,7 +96,17 @@ def read_checkpoint(
 
 def check_zip(path: str | Path) -> None:
     """An error unless the file is a whole, uncompressed zip, as torch.save writes it."""
-    with zipfile.ZipFile(path) as archive:
+    with open(path, "rb") as file:
+        file.read(1)                    # the system's own error, if it cannot be read
+    try:
+        archive = zipfile.ZipFile(path)
+    except zipfile.BadZipFile as error:
+        # Where the reading fails later, zipfile hides the error behind "not a zip file".
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+
+    with archive:
         # read_checkpoint maps tensors from the file: compressed bytes would be taken for numbers.
         if any(record.compress_type != zipfile.ZIP_STORED for record in archive.infolist()):
             raise ValueError("its zip is compressed, unlike torch.save's")

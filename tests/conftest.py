@@ -71,8 +71,9 @@ def skipped_if_missing():
 # loadfile), so that what its tests share is made once, and the short ones at the end fill
 # the workers evenly.
 LONG = [f"test_{name}.py" for name in (
-    "resume export fineweb model bench flags checkpoint train_gpt2 frontier signals same_numbers "
-    "hellaswag sample weights readme speedrun cli hostile plain_loop plots gpu layout").split()]
+    "resume export fineweb model bench flags checkpoint evaluation loop frontier signals "
+    "same_numbers hellaswag sample weights readme speedrun cli hostile plain_loop plots gpu "
+    "layout").split()]
 
 
 @pytest.hookimpl(trylast=True)
@@ -84,18 +85,19 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True, scope="session")
 def memory_is_given_back():
     """No tune_malloc in the tests' process: it lasts, and later tests measure memory."""
-    from runtime import device
+    from runtime import hardware
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device, "tune_malloc", lambda: None)
+        patch.setattr(hardware, "tune_malloc", lambda: None)
         yield
 
 
-@pytest.fixture(autouse=True)
-def no_pictures(request, monkeypatch):
-    """A picture is a process of two seconds; test_plots.py draws them."""
-    if request.path.name != "test_plots.py":
-        from runtime import plots
-        monkeypatch.setattr(plots, "draw", lambda *args, **how: None)
+@pytest.fixture(autouse=True, scope="session")
+def no_pictures():
+    """A picture takes two seconds; test_plots.py draws them."""
+    from runtime import output
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(output, "plot_run", lambda rows, path, title: None)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -111,8 +111,7 @@ def _become(call, env, cwd, streams, before):
             if name in sys.modules:
                 importlib.reload(sys.modules[name])
 
-    if "DRAW" not in env:
-        draw_no_pictures()
+    draw_no_pictures()
     for function in before:
         function()
     try:
@@ -123,11 +122,11 @@ def _become(call, env, cwd, streams, before):
 
 def draw_no_pictures():
     """From now on, in this process: a picture takes two seconds."""
-    from runtime import plots
-    plots.draw = _draw_nothing
+    from runtime import output
+    output.plot_run = _draw_nothing
 
 
-def _draw_nothing(*args, **options):
+def _draw_nothing(rows, path, title):
     pass
 
 
@@ -210,12 +209,12 @@ def site(folder, code):
 
 # ----------------------------------------------------------------------- this process
 
-def train(*flags, code=0):
+def train(*flags):
     """train_gpt2.py in this process, whose signal handlers stay."""
     import train_gpt2
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     try:
-        assert train_gpt2.main([str(flag) for flag in flags]) == code
+        train_gpt2.main([str(flag) for flag in flags])
     finally:
         for number, handler in handlers.items():
             if signal.getsignal(number) != handler:
@@ -224,10 +223,9 @@ def train(*flags, code=0):
 
 def parse_flags(argv):
     """(Config, names of the given flags) of a command line that begins a new run."""
-    from runtime.checkpoint import Start
-    from train_gpt2 import FLAGS
+    from config import FLAGS
     given = FLAGS.parse("", argv)
-    flags = FLAGS.merge(given, Start())
+    flags = FLAGS.merge(given)
     FLAGS.check(flags)
     return flags, set(given)
 
@@ -268,7 +266,7 @@ def strike(what, *names, item=0, nth=1, rank=0, restart="0", call=None):
     of torchrun's start number `restart` does so.
     """
     from runtime.ranks import Process
-    progress = Process.progress
+    until_stopped = Process.until_stopped
     begun = []
 
     def struck(items):
@@ -280,15 +278,15 @@ def strike(what, *names, item=0, nth=1, rank=0, restart="0", call=None):
                     call()
             yield one
 
-    def struck_progress(process, label, items):
+    def until_struck(process, label, items):
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         if label == what and process.rank == rank and start == restart:
             begun.append(label)
             if len(begun) == nth:
                 items = struck(items)
-        return progress(process, label, items)
+        return until_stopped(process, label, items)
 
-    Process.progress = struck_progress
+    Process.until_stopped = until_struck
 
 
 def kill_parent():
@@ -381,7 +379,7 @@ def contents(folder):
 
 def _rows_without_times(out):
     from runtime.metrics import read_metrics
-    rows = read_metrics(Path(out) / "metrics.csv")
+    rows = list(read_metrics(Path(out) / "metrics.csv"))
     for row in rows:
         del row["seconds"], row["tokens_per_second"]
     return rows

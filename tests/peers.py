@@ -1,13 +1,22 @@
-"""Small models for the tests, plain ones to compare with, transformers', and checkpoints."""
+"""Small models and runs for the tests, plain models to compare with, transformers', checkpoints."""
 import dataclasses
+import itertools
 import math
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from config import Config
 from model import GPT, GPTConfig
+from runtime.console import StepLog
+from runtime.dataloader import Data, TokenDataset
+from runtime.metrics import Metrics
+from runtime.ranks import Process
+from runtime.recipe import BatchSchedule
 from runtime.tokenizer import EOT
+from train_gpt2 import RECIPES, Run, make_train_state
 
 TINY = dict(block_size=24, vocab_size=96, n_layer=2, n_head=2, n_embd=16)
 
@@ -45,6 +54,93 @@ def double_precision(model):
     for name, p in model.named_parameters():
         copies[name] = p.detach().double().requires_grad_()
     return copies
+
+
+# ----------------------------------------------------------------------- a run
+
+class Batches:
+    """In the place of a TrainLoader: in each step the same eight sequences."""
+
+    def __init__(self, micro_steps=2):
+        self.count = micro_steps
+        self.B = 8 // micro_steps
+        self.parts = itertools.cycle(tokens(8, 25).chunk(micro_steps))
+
+    def micro_steps(self, step):
+        return self.count
+
+    def next_batch(self):
+        part = next(self.parts)
+        return part[:, :-1], part[:, 1:]
+
+
+def metrics_of(rows):
+    """The Metrics of rows, which are {column: number, or None where the cell is empty}."""
+    metrics = Metrics()
+    for row in rows:
+        metrics.add_row()
+        for name, value in row.items():
+            if value is not None:
+                metrics.set(name, value)
+    return metrics
+
+
+class Record:
+    """In the place of an Output: its rows, and for each picture whether it is the last one."""
+
+    def __init__(self):
+        self.rows = []
+        self.pictures = []
+
+    def add(self, step, **cells):
+        if not self.rows or self.rows[-1]["step"] != step:
+            self.rows.append({"step": step})
+        self.rows[-1].update(cells)
+
+    def was_evaluated(self, step):
+        return any(row["step"] == step and ("val" in row or "hella" in row) for row in self.rows)
+
+    @property
+    def metrics(self):
+        return metrics_of(self.rows)
+
+    def is_lowest(self, step):
+        best = self.metrics.lowest()
+        return best is not None and best[1] == step
+
+    def draw_losses(self, last=False):
+        self.pictures.append(last)
+
+    def what_resumes(self):
+        return "resumes from the newest"
+
+
+def make_run(model=None, process=None, **flags):
+    """A small Run that neither evaluates nor saves, but for what the flags say.
+
+    A test may replace parts of it, as in `run.loader = Batches(8)`.
+    """
+    values = {
+        **TINY, "sequence_length": 24, "total_batch_size": 8 * 24, "batch_size": 4,
+        "max_steps": 10, "warmup_steps": 0, "max_lr": 1e-2, "min_lr": 1e-3,
+        "dtype": "float32", "compile": False, "val_every": 0, "hellaswag_every": 0,
+        "sample_every": 0, "checkpoint_every": 0,
+    }
+    config = Config(**values | flags)
+    if model is None:
+        model = make_model(cls=RECIPES[config.recipe].model)
+    if process is None:
+        process = Process()
+
+    text = tokens(1, 24 * 12 + 1).flatten().numpy().astype(np.uint16)
+    dataset = TokenDataset([text], 24, vocab_size=96)
+    schedule = BatchSchedule(config.total_batch_size, config.max_steps)
+    return Run(
+        asked=config, config=config, process=process, schedule=schedule,
+        data=Data(dataset, dataset, val_count=11), loader=Batches(), hellaswag_batches=[],
+        state=make_train_state(config, model, process), output=Record(),
+        log=StepLog(process, schedule, flops_per_token=1000),
+    )
 
 
 # ----------------------------------------------------------------------- gpt2

@@ -1,5 +1,8 @@
 """runtime/checkpoint.py: where a run begins, what it takes from a checkpoint, what one holds."""
+import errno
+import os
 import shutil
+import zipfile
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -22,12 +25,12 @@ from peers import make_model, nanogpt_checkpoint, plain_gpt2, tokens
 from torch.nn.modules.module import register_module_forward_hook
 
 import train_gpt2
+from config import Config
 from model import GPT
-from recipes import MODELS, fresh_model, load_model
+from recipes import RECIPES, fresh_model, load_model
 from runtime.checkpoint import host_copy, read_state, weights_digest
 from runtime.files import checkpoints, replace_file
 from runtime.shards import write_shard
-from train_gpt2 import RECIPES, Config
 
 SHORT = [*BYTES, "--max_steps", 4, "--val_every", 0, "--device", "cpu",
          "--checkpoint_every", 1, "--keep_checkpoints", "all"]
@@ -100,7 +103,7 @@ def test_resume_path_is_where_a_run_begins_whose_out_has_no_checkpoint(
 
 def test_a_run_that_began_elsewhere_leaves_that_folder_alone(byte_data, a_run, tmp_path):
     before = contents(a_run)
-    flags = ["--data", byte_data, "--batch_size", 2, "--out", tmp_path / "log"]
+    flags = ["--data", byte_data, "--batch_size", 4, "--out", tmp_path / "log"]
     train(*flags, "--resume", a_run / "checkpoint_000002.pt")
     assert contents(a_run) == before
     assert list(logged(tmp_path / "log")) == [2, 3]
@@ -145,7 +148,7 @@ def test_a_path_in_out_is_refused_unless_it_is_the_newest(header, a_copy, monkey
 
 def test_to_go_back_one_adds_another_out(byte_data, a_run, tmp_path):
     older = a_run / "checkpoint_000001.pt"
-    train("--data", byte_data, "--resume", older, "--out", tmp_path, "--batch_size", 2)
+    train("--data", byte_data, "--resume", older, "--out", tmp_path, "--batch_size", 4)
     assert logged(tmp_path) == {step: logged(a_run)[step] for step in (1, 2, 3)}
 
 
@@ -186,36 +189,40 @@ def test_the_exact_gelu_of_a_nanogpt_stays_that_of_the_runs_that_begin_with_it(
 
 # ----------------------------------------------------------------------- flags on a resume
 
-FIXED = {
-    "shuffle", "recipe", "init", "n_layer", "n_head", "n_embd", "block_size", "vocab_size",
-    "total_batch_size", "sequence_length", "seed",
-}
-PER_RUN = {
-    "preset", "dry_run", "batch_size", "device", "compile", "recompute", "shard_optimizer", "out",
-    "resume", "wandb",
-}
+FIXED = {f.name: f for f in fields(Config) if f.metadata.get("fixed")}
+PER_RUN = {f.name: f for f in fields(Config) if f.metadata.get("per_run")}
+KEPT = {}           # what a resume takes from the checkpoint, and may change
+for f in fields(Config):
+    if f.name not in {*FIXED, *PER_RUN, "data", "overfit"}:         # --overfit has no checkpoint
+        KEPT[f.name] = f
 
-# What a run is asked for, each with another value than its default, and what a resume may change.
-ASKED = {
+
+def another_value(f, value):
+    """Of this flag. Of one that is "auto" a small number, and of others about the same."""
+    if "choices" in f.metadata:
+        choices = f.metadata["choices"]
+        return choices[choices.index(value) - 1]
+    if f.type is bool:
+        return not value
+    if value == f.metadata.get("word"):
+        return f.type(1e-5)
+    if f.type is int:
+        return value + 1
+    if f.type is float:
+        return value / 2
+    return f"another {value}"
+
+
+# What a run is asked for: it is small, and each of its flags has another value than its default.
+ASKED = {name: another_value(f, f.default) for name, f in KEPT.items()} | {
     "recipe": "speedrun", "n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16,
     "vocab_size": 256, "sequence_length": 12, "total_batch_size": 96, "shuffle": False, "seed": 5,
-    "val_tokens": 33, "hellaswag_data": "examples.jsonl", "max_steps": 3, "warmup_steps": 1,
-    "max_lr": 0.011, "min_lr": 0.001, "cooldown": 0.4, "weight_decay": 0.03, "grad_clip": 0.7,
-    "dtype": "bfloat16", "tf32": False, "attention": "naive", "val_every": 3,
-    "hellaswag_every": 0, "sample_every": 0, "sample_prompt": "To be", "checkpoint_every": 1,
-    "keep_checkpoints": "all",
+    "max_steps": 3, "warmup_steps": 1, "val_every": 3, "hellaswag_every": 0, "sample_every": 0,
+    "checkpoint_every": 1,
 }
-CHANGED = {
-    "val_tokens": 40, "hellaswag_data": "others.jsonl", "max_steps": 4, "warmup_steps": 2,
-    "max_lr": 0.012, "min_lr": 0.002, "cooldown": 0.5, "weight_decay": 0.04, "grad_clip": 0.8,
-    "dtype": "float32", "tf32": True, "attention": "math", "val_every": 4,
-    "sample_prompt": "Or not", "checkpoint_every": 4, "keep_checkpoints": 2,
-}
-OTHER_FIXED = {
-    "shuffle": True, "recipe": "frontier", "init": "scratch", "n_layer": 3, "n_head": 4,
-    "n_embd": 32, "block_size": 24, "vocab_size": 300, "total_batch_size": 192,
-    "sequence_length": 8, "seed": 6,
-}
+# With this vocabulary a run can neither sample nor be scored by HellaSwag.
+CHANGED = {name: another_value(f, ASKED[name]) for name, f in KEPT.items()} | {
+    "hellaswag_every": 0, "sample_every": 0}
 
 
 def as_flags(values):
@@ -253,18 +260,16 @@ def log(asked, tmp_path):
     return shutil.copytree(folder, tmp_path / "log")
 
 
-def test_each_flag_is_fixed_or_kept_or_of_one_run_alone():
-    """--overfit is none of them: it has no checkpoint."""
-    for f in fields(Config):
-        assert bool(f.metadata.get("fixed")) == (f.name in FIXED), f.name
-        assert bool(f.metadata.get("per_run")) == (f.name in PER_RUN), f.name
-    of_recipes = set()
-    for recipe in RECIPES.values():
-        of_recipes.update(recipe.own_flags)
-    all_flags = {f.name for f in fields(Config)}
-    assert {"data", "init", *ASKED} | PER_RUN | of_recipes | {"overfit"} == all_flags
-    for name, value in ASKED.items():
-        assert value != getattr(Config(), name), name
+def test_what_decides_the_model_and_the_tokens_of_a_step_is_fixed():
+    assert {
+        "recipe", "init", "n_layer", "n_head", "n_embd", "block_size", "vocab_size",
+        "total_batch_size", "sequence_length", "shuffle", "seed"} <= FIXED.keys()
+
+
+def test_what_is_of_a_command_or_a_machine_is_not_taken_from_a_checkpoint():
+    assert {
+        "preset", "dry_run", "out", "resume", "wandb", "device", "batch_size", "compile",
+        "recompute", "shard_optimizer"} <= PER_RUN.keys()
 
 
 def test_a_resume_takes_what_is_not_given_from_the_checkpoint(log, asked):
@@ -273,7 +278,7 @@ def test_a_resume_takes_what_is_not_given_from_the_checkpoint(log, asked):
     train("--out", log, "--device", "cpu")
     config = saved(log)["config"]
     assert {name: config[name] for name in values} == values
-    for name in PER_RUN - {"out", "device"}:
+    for name in PER_RUN.keys() - {"out", "device"}:
         assert config[name] == getattr(Config(), name), name
 
 
@@ -287,24 +292,22 @@ def test_a_presets_values_do_not_win_over_those_of_a_checkpoint(log, asked):
     assert {name: config[name] for name in values} == values
 
 
-def test_a_resume_takes_what_is_given(log, asked):
-    """But --hellaswag_every and --sample_every, which have to be 0 with this vocabulary."""
+def test_a_resume_takes_what_is_given(log):
     train("--out", log, *as_flags(CHANGED), "--recipe", "speedrun", "--device", "cpu",
           "--batch_size", 1, "--recompute")
     config = saved(log)["config"]
     assert {name: config[name] for name in CHANGED} == CHANGED
     assert config["batch_size"] == 1 and config["recompute"] is True
-    assert saved_steps(log) == [3, 4]
+    assert saved_steps(log)[-1] == 4
 
 
 @pytest.mark.parametrize("name", sorted(FIXED))
 def test_a_resume_with_another_value_of_what_is_fixed_is_refused(name, log, asked):
     _, values = asked
-    given = {name: OTHER_FIXED[name], "n_head": 2, "sample_every": 0, "hellaswag_every": 0}
-    given[name] = OTHER_FIXED[name]
+    other = another_value(FIXED[name], values[name])
     before = contents(log)
-    refused(lambda: train("--out", log, *as_flags(given)), f"--{name}", values[name],
-            f"not {OTHER_FIXED[name]}", log / "checkpoint_000003.pt", "--out")
+    refused(lambda: train("--out", log, *as_flags({name: other})), f"--{name}", values[name],
+            f"not {other}", log / "checkpoint_000003.pt", "--out")
     assert contents(log) == before
 
 
@@ -390,7 +393,7 @@ def flag_of_another_type(path):
 
 
 def flag_of_no_choice(path):
-    change(path, lambda content: content["config"].update(attention="none"))
+    change(path, lambda content: content["config"].update(attention="flash"))
 
 
 def without_moments(path):
@@ -457,6 +460,43 @@ def test_of_a_damaged_checkpoint_that_resume_names_the_one_before_it_is_named(
             a_copy / "checkpoint_000002.pt", "another checkpoint with --resume")
 
 
+def test_a_checkpoint_that_was_listed_and_is_not_there_is_the_disks_failure(a_copy, header):
+    path = a_copy / "checkpoint_000005.pt"
+    path.symlink_to(a_copy / "nowhere")             # as a mount with an old list of its files
+    line = refused(lambda: header("--out", a_copy), path, "the mount", failed=True)
+    assert "remove" not in line
+
+
+def test_a_zip_that_cannot_be_read_to_its_end_is_not_called_damaged(a_copy, header, monkeypatch):
+    def fail(path):
+        hidden = zipfile.BadZipFile("File is not a zip file")
+        hidden.__context__ = OSError(errno.EIO, "Input/output error")
+        raise hidden
+
+    monkeypatch.setattr(zipfile, "ZipFile", fail)
+    path = a_copy / "checkpoint_000004.pt"
+    line = refused(lambda: header("--out", a_copy), path, "Input/output error", failed=True)
+    assert "remove" not in line
+
+
+@pytest.mark.parametrize("flag", ["--out", "--resume", "--init"])
+def test_a_mount_that_is_away_is_told_as_that(flag, header, tmp_path, monkeypatch):
+    """os.path.exists says of it that it is not there."""
+    stat, listdir = os.stat, os.listdir
+
+    def away(call):
+        def fail(path, *arguments, **options):
+            if str(path).startswith(f"{tmp_path}/mount"):
+                raise OSError(errno.ENOTCONN, "not connected", str(path))
+            return call(path, *arguments, **options)
+        return fail
+
+    monkeypatch.setattr(os, "stat", away(stat))
+    monkeypatch.setattr(os, "listdir", away(listdir))
+    refused(lambda: header("--out", tmp_path / "log", flag, tmp_path / "mount/log"),
+            tmp_path / "mount/log", "not connected", "the mount", failed=True)
+
+
 # ----------------------------------------------------------------------- the data of a resume
 
 def reverse(path):
@@ -494,6 +534,17 @@ def test_other_data_than_the_runs_is_refused(damage, byte_data, a_run, header, t
     refused(lambda: header("--data", data, "--out", a_run, "--max_steps", 9), a_run, "--init")
 
 
+def test_other_validation_text_than_the_runs_is_refused(byte_data, header, tmp_path):
+    """Its losses could not be compared with those before."""
+    flags = ["--val_every", 2, "--out", tmp_path / "log"]
+    train("--data", byte_data, *SHORT, *flags)
+    data = shutil.copytree(byte_data, tmp_path / "data")
+    shorten(data / "text_val_000000.npy")
+
+    refused(lambda: header("--data", data, *flags, "--max_steps", 9), tmp_path / "log", "val")
+    header("--data", data, *flags, "--max_steps", 9, "--val_every", 0)
+
+
 def test_the_same_data_in_another_folder_and_format_is_the_same(
         byte_data, a_run, header, tmp_path):
     for path in byte_data.iterdir():
@@ -521,7 +572,7 @@ def test_moments_are_copies_and_no_views_of_the_file():
     assert state["betas"] == (0.9, 0.95)
 
 
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_moments_and_schedules_go_on_where_they_were_bit_for_bit(recipe, byte_data, tmp_path):
     """With a rate that changes in each step, and a clipped norm."""
     flags = ["--data", byte_data, *SHORT, "--recipe", recipe, "--warmup_steps", 2]
@@ -608,8 +659,8 @@ def four_optimizers(model, config):
 
 
 def train_with_four_optimizers():
-    recipe = replace(train_gpt2.RECIPES["gpt2"], make_optimizers=four_optimizers)
-    train_gpt2.RECIPES["gpt2"] = recipe
+    recipe = replace(RECIPES["gpt2"], make_optimizers=four_optimizers)
+    RECIPES["gpt2"] = recipe
 
 
 @pytest.mark.parametrize("processes, flags", [(1, []), (2, []), (2, ["--shard_optimizer"])])
@@ -653,10 +704,10 @@ class HalfMomentum(torch.optim.Optimizer):
 
 def train_with_half_momentum():
     recipe = replace(
-        train_gpt2.RECIPES["gpt2"],
+        RECIPES["gpt2"],
         make_optimizers=lambda model, config: [HalfMomentum(model.parameters(), 1e-3)],
     )
-    train_gpt2.RECIPES["gpt2"] = recipe
+    RECIPES["gpt2"] = recipe
 
 
 def test_a_resume_keeps_the_dtypes_of_the_optimizers_state(byte_data, tmp_path):
@@ -697,7 +748,7 @@ def test_torch_alone_reads_a_checkpoint_with_float32_weights_and_moments(
             assert tensor.shape == weights[name].shape
 
 
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_tied_weights_are_one_tensor_in_a_checkpoint(recipe, byte_data, tmp_path):
     train("--data", byte_data, *SHORT, "--recipe", recipe, "--max_steps", 1, "--out", tmp_path)
     weights = torch.load(tmp_path / "checkpoint_000001.pt", weights_only=True)["model"]
@@ -715,9 +766,9 @@ def test_a_copy_for_the_cpu_keeps_what_is_there_and_ties():
     assert copies["c"].tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_the_digest_that_compares_the_ranks_covers_each_parameter(recipe):
-    model = make_model(cls=MODELS[recipe])
+    model = make_model(cls=RECIPES[recipe].model)
     expected = weights_digest(model)
     for name, p in model.named_parameters():
         flat = p.data.flatten()

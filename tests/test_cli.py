@@ -67,7 +67,14 @@ def test_what_main_returns_is_the_exit_code(line, code):
     ("raise OSError(errno.ENOSPC, 'No space left', 'a.npy')", 1, "a.npy"),
     ("raise OSError(errno.EDQUOT, 'Quota exceeded', 'a.npy')", 1, "a.npy"),
     ("raise OSError(errno.EFBIG, 'File too large', 'a.npy')", 1, "a.npy"),
+    ("raise OSError(errno.EMFILE, 'Too many open files', 'a.npy')", 1, "a.npy"),
+    ("raise OSError(errno.EROFS, 'Read-only file system', 'a.npy')", 2, "a.npy"),
     ("raise OSError(errno.EIO, 'Input/output error')", 1, "Input/output error"),
+    ("raise OSError(errno.EIO, 'Input/output error', 'a.npy')", 1, "a.npy"),
+    ("raise OSError(errno.ENOTCONN, 'not connected', 'a.npy')", 1, "the mount"),
+    ("raise OSError(errno.ESTALE, 'Stale file handle', 'a.npy')", 1, "the mount"),
+    ("raise OSError(errno.ENODEV, 'No such device', 'a.npy')", 1, "the mount"),
+    ("raise OSError(errno.ETIMEDOUT, 'timed out', 'a.npy')", 1, "the mount"),
 ])
 def test_what_ends_a_command_is_one_line_and_an_exit_code(line, code, word):
     result = run_main(line)
@@ -250,6 +257,15 @@ def test_a_configuration_file_of_nanogpt_is_told_as_one(parser):
         parser.parse_args(["config"])
 
     assert "nanoGPT" not in str(error.value)
+
+
+def test_an_unknown_flag_is_refused_with_the_nearest_one_or_its_name_here(parser):
+    with pytest.raises(UserError, match="--max_stop.*: use --max_steps"):
+        parser.parse_args(["--max_stop", "7"])
+
+    parser = FlagParser({"max_iters": "--max_steps"}, prog="command.py")
+    with pytest.raises(UserError, match="--max_iters.*: use --max_steps"):
+        parser.parse_args(["--max-iters=7"])
 
 
 @pytest.mark.parametrize("words, line", [

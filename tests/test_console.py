@@ -6,30 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import BYTES, train
+from helpers import refused
+from peers import make_run
 
+from config import Config
 from model import GPT, GPTConfig
 from runtime import console
+from runtime.checkpoint import Start
 from runtime.console import StepLog, clock, counted
-from runtime.device import peak_flops
-from runtime.metrics import FORMATS, HEADER, row_line
+from runtime.hardware import peak_flops
 from runtime.ranks import Process
 from runtime.recipe import BatchSchedule
-from train_gpt2 import Config
-
-
-class Record:
-    """What a StepLog writes to: it keeps what it is given."""
-
-    def __init__(self):
-        self.added = []
-        self.rows = []
-
-    def add(self, step, kind, value, **more):
-        self.added.append((step, kind, value, more))
-
-    def what_resumes(self):
-        return "resumes from the newest"
 
 
 def make_log(process=None, schedule=None, flops_per_token=10**6):
@@ -38,7 +25,7 @@ def make_log(process=None, schedule=None, flops_per_token=10**6):
         process = Process()
     if schedule is None:
         schedule = BatchSchedule(1000, 100)
-    return StepLog(process, Record(), schedule, flops_per_token)
+    return StepLog(process, schedule, flops_per_token)
 
 
 @pytest.mark.parametrize("seconds, text", [
@@ -59,15 +46,10 @@ def test_what_is_counted_is_in_the_plural_where_there_are_more():
 
 # ----------------------------------------------------------------------- the line of a step
 
-def test_a_step_has_the_line_of_build_nanogpt_and_is_recorded(capsys):
-    log = make_log(schedule=BatchSchedule(16384, 6))
-    log.step(5, 6.03724, 2.049, 4.2e-6, 0.0931)
-
+def test_a_step_has_the_line_of_build_nanogpt(capsys):
+    make_log(schedule=BatchSchedule(16384, 6)).step(5, 6.03724, 2.049, 4.2e-6, 0.0931)
     assert capsys.readouterr().out == (
         "step     5 | loss: 6.0372 | lr 4.20e-06 | norm: 2.05 | dt: 93.1ms | tok/sec: 175,983\n")
-    [(step, kind, loss, more)] = log.output.added
-    assert (step, kind, loss) == (5, "train", 6.03724)
-    assert more == {"norm": 2.049, "lr": 4.2e-6, "tokens_per_second": 16384 / 0.0931}
 
 
 def test_a_slow_step_has_no_comma_in_its_milliseconds(capsys):
@@ -125,17 +107,9 @@ def test_mfu_is_the_share_of_all_gpus_peak(world_size, share, monkeypatch, capsy
 def test_other_ranks_print_nothing(capsys):
     log = make_log(Process(rank=1, world_size=2))
     log.step(0, 4.0, 1.0, 1e-3, 1.0)
-    log.evaluation(0, "val", 5.0, "validation loss: 5.0000")
+    log.line(0, "validation loss: 5.0000")
 
     assert capsys.readouterr().out == ""
-
-
-def test_an_evaluation_is_printed_and_recorded(capsys):
-    log = make_log()
-    log.evaluation(250, "val", 4.5, "validation loss: 4.5000")
-
-    assert capsys.readouterr().out == "step   250 | validation loss: 4.5000\n"
-    assert log.output.added == [(250, "val", 4.5, {})]
 
 
 # ----------------------------------------------------------------------- the header
@@ -159,7 +133,8 @@ def print_header(config, process=None, step=0):
         process = Process()
     data = SimpleNamespace(train=SimpleNamespace(total=500))
     schedule = BatchSchedule(config.total_batch_size, config.max_steps)
-    console.print_header(config, process, data, GPT(GPTConfig(**SHAPE)), schedule, step)
+    start = Start(step=step)
+    console.print_header(config, process, data, GPT(GPTConfig(**SHAPE)), schedule, start)
 
 
 @pytest.mark.parametrize("word", [
@@ -182,17 +157,17 @@ def test_the_header_counts_parameters_tokens_and_epochs_and_says_what_is_planned
     assert word in capsys.readouterr().out
 
 
-def test_a_compiled_run_says_that_it_takes_a_while_and_overfit_writes_nothing(capsys):
-    print_header(make_config(compile=True, overfit=True, out="a/log"), Process(world_size=2))
+def test_a_compiled_run_says_that_it_takes_a_while_and_one_without_out_writes_nothing(capsys):
+    print_header(make_config(compile=True, out=""), Process(world_size=2))
     text = capsys.readouterr().out
 
     assert "2 processes on cpu" in text
     assert "torch.compile, attention" in text
     assert "compiling the model" in text
-    assert "a/log" not in text
+    assert "output" not in text
 
 
-@pytest.mark.parametrize("max_steps, said", [(5, "after 5 steps,"), (4, "after 5 steps (more")])
+@pytest.mark.parametrize("max_steps, said", [(6, "after 5 steps,"), (5, "after 5 steps (")])
 def test_a_warm_up_longer_than_the_run_is_told(max_steps, said, capsys):
     print_header(make_config(warmup_steps=5, max_steps=max_steps))
     assert said in capsys.readouterr().out
@@ -270,70 +245,34 @@ def test_the_product_of_the_batch_is_the_tokens_of_a_step(divisors, world_size, 
 def test_an_estimate_has_the_time_of_a_step_and_of_all_that_is_left(step, val_every, text, capsys):
     config = make_config(max_steps=24, val_every=val_every)
     data = SimpleNamespace(val_count=4)
-    console.print_estimate(config, Process(), data, BatchSchedule(256, 24), step, 128.0)
+    console.print_estimate(config, Process(), data, BatchSchedule(256, 24), step, 0.25)
     printed = capsys.readouterr().out
 
     assert f"about 2 s per step, {text}" in printed
     assert "--dry_run" in printed
 
 
-@pytest.mark.parametrize("has_metrics", [True, False])
-def test_a_resumed_run_shows_the_rates_of_the_last_step_and_of_the_next_one(
-    has_metrics, tmp_path, capsys
-):
-    """Where a run is made longer, its rate rises again."""
-    if has_metrics:
-        row = dict.fromkeys(FORMATS) | {"tokens": 0, "seconds": 0.0}
-        rows = [row | {"step": 8, "lr": 3e-4}, row | {"step": 9, "lr": 1e-4}, row | {"step": 10}]
-        lines = [HEADER, *map(row_line, rows), ""]
-        (tmp_path / "metrics.csv").write_text("\n".join(lines))
-    path = tmp_path / "checkpoint_000010.pt"
-
-    start = SimpleNamespace(path=path, step=10)
-    console.print_resume(make_config(max_steps=20), Process(), start, 5e-4)
-
-    text = capsys.readouterr().out
-    assert text.startswith(f"resuming from {path} at step 10 of 20: ")
-    assert text.endswith("lr 5.00e-04 in step 10\n")
-    assert ("lr 1.00e-04 in step 9, " in text) == has_metrics
-
-
-def test_a_run_that_is_made_longer_shows_its_rates(byte_data, tmp_path, capsys):
-    flags = ["--data", byte_data, *BYTES, "--val_every", 0, "--out", tmp_path]
-    train(*flags, "--max_steps", 10)
-    capsys.readouterr()
-    train(*flags, "--max_steps", 20, "--dry_run")
-
-    [line] = re.findall("resuming.*", capsys.readouterr().out)
-    rate_9 = 6e-5 + 0.5 * (1 + math.cos(math.pi * 4 / 5)) * 5.4e-4      # of ten steps
-    rate_10 = 6e-5 + 0.5 * (1 + math.cos(math.pi * 5 / 15)) * 5.4e-4    # of twenty
-    assert f"lr {rate_9:.2e} in step 9, lr {rate_10:.2e} in step 10" in line
-
-
 # ----------------------------------------------------------------------- the summary
 
 @pytest.fixture
 def summary(tmp_path, capsys):
-    """summary(seconds of steps, {step: validation loss}) -> (exit code, what is printed).
+    """summary(seconds of steps, {step: validation loss}) -> what is printed.
 
     The run's folder is `a run`. Steps in `saved` have a checkpoint.
     """
     out = tmp_path / "a run"
     out.mkdir()
 
-    def summarise(seconds=(1.0,), losses=None, saved=(), stopped=False, process=None, **flags):
-        log = make_log()
-        lines_of_steps(log, seconds, capsys)
+    def summarise(seconds=(1.0,), losses=None, saved=(), stopped=False, process=None):
+        run = make_run(process=process, max_steps=100, total_batch_size=1000, out=str(out))
+        run.data.bits_per_byte = 0.25
+        lines_of_steps(run.log, seconds, capsys)
         for step, loss in (losses or {}).items():
-            log.output.rows.append({"step": step, "val": loss})
+            run.output.add(step, val=loss, val_tokens=264)
         for step in saved:
             (out / f"checkpoint_{step:06d}.pt").touch()
-        if process is None:
-            process = Process()
-        data = SimpleNamespace(bits_per_byte=0.25)
-        config = make_config(max_steps=100, out=str(out), **flags)
-        code = console.print_summary(config, process, data, log, len(seconds), stopped)
-        return code, capsys.readouterr().out
+        console.print_summary(run, len(seconds), stopped)
+        return capsys.readouterr().out
     return summarise
 
 
@@ -341,26 +280,24 @@ def test_the_summary_has_the_median_step_without_the_first_and_the_peak_of_memor
     summary, monkeypatch
 ):
     monkeypatch.setattr(console, "peak_memory", lambda device: 12_288_000_000)
-    code, text = summary([900.0, 2.0, 3.0, 4.0, 90.0, 3.0])
-
-    assert code == 0
+    text = summary([900.0, 2.0, 3.0, 4.0, 90.0, 3.0])
     assert "median step 3,000.0 ms, 333 tokens/s, peak memory 12.3 GB" in text
     assert "done: 6 steps" in text
 
 
 def test_a_run_of_one_step_has_the_time_of_that(summary):
-    assert "median step 2,000.0 ms, 500 tokens/s" in summary([2.0])[1]
+    assert "median step 2,000.0 ms, 500 tokens/s" in summary([2.0])
 
 
 def test_a_run_that_was_done_already_has_no_time(summary):
-    assert "median" not in summary([])[1]
+    assert "median" not in summary([])
 
 
 @pytest.mark.parametrize("names", [[], ["metrics.csv"], ["metrics.csv", "loss.png"]])
 def test_the_summary_names_the_files_that_are_there(names, summary, tmp_path):
     for name in names:
         (tmp_path / "a run" / name).touch()
-    text = summary()[1]
+    text = summary()
     for name in ("metrics.csv", "loss.png"):
         assert (name in text) == (name in names)
 
@@ -369,7 +306,7 @@ def test_the_summary_names_the_files_that_are_there(names, summary, tmp_path):
 
 def test_the_best_checkpoint_is_the_one_with_the_lowest_loss_of_those_that_are_there(summary):
     losses = {0: 9.0, 1: 5.0, 2: 6.0, 4: 8.0}
-    text = summary(losses=losses, saved=[2, 4])[1]
+    text = summary(losses=losses, saved=[2, 4])
 
     [line] = re.findall("best checkpoint.*", text)
     assert "a run/checkpoint_000002.pt," in line
@@ -379,46 +316,49 @@ def test_the_best_checkpoint_is_the_one_with_the_lowest_loss_of_those_that_are_t
 
 
 def test_training_that_has_only_raised_the_loss_is_told(summary):
-    text = summary(losses={0: 5.0, 1: 6.0, 2: 7.0}, saved=[1, 2])[1]
+    text = summary(losses={0: 5.0, 1: 6.0, 2: 7.0}, saved=[1, 2])
     assert "training has raised the loss: lower --max_lr" in text
 
 
 @pytest.mark.parametrize("losses, folder", [({0: 5.0, 2: 4.0}, "a run/best"), ({}, "a run")])
 def test_the_next_command_samples_from_the_best_weights(losses, folder, summary, tmp_path):
-    text = summary(losses=losses, saved=[2])[1]
+    text = summary(losses=losses, saved=[2])
     words = shlex.split(text.splitlines()[-1])
     assert words[-3:] == ["sample.py", "--model", f"{tmp_path}/{folder}"]
 
 
 def test_a_run_without_checkpoints_has_none_to_sample_from(summary):
-    assert "sample.py" not in summary()[1]
+    assert "sample.py" not in summary()
 
 
-@pytest.mark.parametrize("received, cause", [("SIGUSR1", "SIGUSR1"), ("", "a signal")])
-def test_a_stopped_run_says_by_what_and_how_it_goes_on(received, cause, summary):
-    process = Process(received=received)
-    code, text = summary([1.0, 1.0], stopped=True, process=process)
-
-    assert code == 0
-    assert f"stopped by {cause} after 2 of 100 steps. resumes from the newest" in text
+def test_a_stopped_run_says_by_what_and_how_it_goes_on(summary):
+    text = summary([1.0, 1.0], stopped=True, process=Process(signal="SIGUSR1"))
+    assert "stopped by SIGUSR1 after 2 of 100 steps. resumes from the newest" in text
     assert "done" not in text
 
 
-def test_a_stopped_sanity_run_resumes_from_nothing(summary):
-    text = summary(stopped=True, overfit=True)[1]
-    assert "stopped by" in text
-    assert "resumes" not in text
+class OneOfFour(Process):
+    """Rank 0 of four on two machines, of which two have got a signal."""
+
+    def gather(self, value):
+        return [value, "SIGTERM", "", "SIGHUP"]
 
 
-@pytest.mark.parametrize("last, code, verdict", [(0.11, 1, "FAILED"), (0.09, 0, "PASSED")])
-def test_the_sanity_run_passes_below_a_tenth(last, code, verdict, capsys):
-    assert console.print_overfit(Process(), [10.9, 3.0, last]) == code
+def test_the_first_rank_that_has_got_a_signal_is_named():
+    process = OneOfFour(world_size=4, machines=["node0", "node1", "node1", "node1"])
+    assert console.signals_received(process) == "SIGTERM (process 1 on node1 and 1 other)"
+
+
+def test_the_sanity_run_passes_below_a_tenth(capsys):
+    console.print_overfit(Process(), [10.9, 3.0, 0.09])
     text = capsys.readouterr().out
+    assert "10.9000 -> 0.0900 in 3 steps" in text
+    assert "PASSED" in text
 
-    assert f"10.9000 -> {last:.4f} in 3 steps" in text
-    assert verdict in text
+    refused(lambda: console.print_overfit(Process(), [10.9, 0.11]), "0.1100", "FAILED", failed=True)
 
 
-@pytest.mark.parametrize("bits_per_byte, text", [(0.25, " (1.0000 bits per byte)"), (math.nan, "")])
+@pytest.mark.parametrize("bits_per_byte, text", [
+    (0.25, "4.0000 (1.0000 bits per byte)"), (math.nan, "4.0000")])
 def test_bits_per_byte_are_told_where_they_are_known(bits_per_byte, text):
-    assert console.in_bits(4.0, SimpleNamespace(bits_per_byte=bits_per_byte)) == text
+    assert console.loss_text(4.0, SimpleNamespace(bits_per_byte=bits_per_byte)) == text

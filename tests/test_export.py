@@ -14,7 +14,7 @@ from safetensors import safe_open
 from export import main
 from helpers import ROOT
 from model import GPT, GPTConfig
-from recipes import MODELS, load_model
+from recipes import RECIPES, load_model
 from runtime.cli import RunError, UserError
 from runtime.huggingface import EXPORTED, MODELING
 from runtime.tokenizer import EOT, VOCAB_SIZE, encode
@@ -32,7 +32,8 @@ def make_model(recipe, gelu=None, **shape):
         sizes["gelu"] = gelu
 
     torch.manual_seed(0)
-    model = MODELS[recipe](MODELS[recipe].Config(**sizes))
+    cls = RECIPES[recipe].model
+    model = cls(cls.Config(**sizes))
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.2 * torch.randn_like(p))
@@ -301,7 +302,7 @@ def test_gradient_checkpointing_changes_no_gradient_and_has_no_cache(recipe, mod
 # ----------------------------------------------------------------------- torch.export and its kind
 
 # The code of a gpt2 in transformers is not ours.
-TRACED = [(recipe, "ours") for recipe in MODELS] + [(recipe, "theirs") for recipe in MODERN]
+TRACED = [(recipe, "ours") for recipe in RECIPES] + [(recipe, "theirs") for recipe in MODERN]
 
 
 class LogitsOnly(torch.nn.Module):
@@ -624,10 +625,10 @@ def test_a_recipe_without_a_class_in_the_exported_code_is_refused(tmp_path):
         model.save_pretrained(tmp_path / "exported")
 
 
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_a_model_that_was_not_trained_is_exported(recipe, tmp_path):
     """The logits of a new speedrun are all 0."""
-    cls = MODELS[recipe]
+    cls = RECIPES[recipe].model
     model = cls(cls.Config(block_size=16, n_layer=1, n_head=2, n_embd=8))
     model.save_pretrained(tmp_path)
     assert type(load_model(tmp_path)) is cls
@@ -727,7 +728,7 @@ def test_gpt_reads_no_other_recipe(export):
 
 # ----------------------------------------------------------------------- the command
 
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_the_command_writes_the_folder_and_says_how_it_is_read(recipe, tmp_path, capsys):
     source = tiny_checkpoint(tmp_path / "checkpoint.pt", recipe)
     folder = tmp_path / "new" / "exported"
@@ -737,7 +738,7 @@ def test_the_command_writes_the_folder_and_says_how_it_is_read(recipe, tmp_path,
     said = capsys.readouterr().out
     assert repr(str(folder)) in said
     exported = load_model(folder)
-    assert type(exported) is MODELS[recipe]
+    assert type(exported) is RECIPES[recipe].model
     assert ("trust_remote_code=True" in said) == (exported.recipe != "gpt2")
 
 

@@ -17,11 +17,11 @@ from texts import DOCUMENTS, encode_short_chunks, tokens_of, write_documents
 import fineweb
 import frontier
 import runtime.text
-from recipes import PRESETS
+from config import Config
+from presets import PRESETS
 from runtime.cli import UserError
 from runtime.recipe import make_batch_schedule
-from runtime.shards import list_shards, open_shard, unfinished, write_shard
-from train_gpt2 import Config
+from runtime.shards import list_shards, read_shard, unfinished, write_shard
 
 FAST = settings(max_examples=40, deadline=None, derandomize=True, database=None,
                 suppress_health_check=list(HealthCheck))
@@ -61,11 +61,11 @@ def run(*flags, env=ENV, before=()):
 
 
 def tokens(out, split):
-    return np.concatenate([open_shard(path) for path in list_shards(out, split)]).tolist()
+    return np.concatenate([read_shard(path) for path in list_shards(out, split)]).tolist()
 
 
 def lengths(out, split):
-    return [len(open_shard(path)) for path in list_shards(out, split)]
+    return [len(read_shard(path)) for path in list_shards(out, split)]
 
 
 def contents(out):
@@ -685,7 +685,7 @@ def test_a_sequence_of_the_last_line_fits_into_small_shards_of_both_splits():
 
 
 def test_a_short_last_shard_does_not_shorten_the_sequences():
-    T = fineweb.BLOCK_SIZES["shakespeare"]
+    T = PRESETS["shakespeare"].flags["block_size"]
     line = fineweb.next_command(Path("d"), [T + 1, 3], [10**6, 3])
     assert "--block_size" not in line
 

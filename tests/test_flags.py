@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from helpers import (
-    hellaswag_file,
     logged,
     parse_flags,
     refused,
@@ -26,12 +25,16 @@ from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from config import FLAGS, Config
 from model import GPT, GPTConfig, LanguageModel
-from recipes import MODELS, PRESETS, fresh_model, load_model
+from presets import OVERFIT, PRESETS
+from recipes import fresh_model, load_model
+from runtime.checkpoint import Start
 from runtime.cli import flag
 from runtime.flags import FlagTable
+from runtime.ranks import Process
 from runtime.shards import write_shard
-from train_gpt2 import RECIPES, Config
+from train_gpt2 import RECIPES
 
 T = 16
 STEPS = 3
@@ -51,9 +54,9 @@ STILL = ["--max_lr", 1e-12, "--weight_decay", 0]        # leaves the weights alo
 @pytest.fixture
 def go(byte_data, tmp_path, capsys):
     """go(name, *flags) trains with --out tmp_path / name. Returns what it printed."""
-    def go(name, *flags, code=0):
+    def go(name, *flags):
         capsys.readouterr()
-        train("--data", byte_data, *TINY, "--out", tmp_path / name, *flags, code=code)
+        train("--data", byte_data, *TINY, "--out", tmp_path / name, *flags)
         return capsys.readouterr().out
 
     return go
@@ -98,112 +101,104 @@ def save_model(path, model):
 
 # ----------------------------------------------------------------------- defaults
 
-DEFAULTS = {
-    "preset": "gpt2", "dry_run": False,
-    "data": "edu_fineweb10B", "overfit": False, "shuffle": True, "val_tokens": 10_485_760,
-    "hellaswag_data": "",
-    "recipe": "gpt2", "init": "scratch", "n_layer": 12, "n_head": 12, "n_embd": 768,
-    "block_size": 1024, "vocab_size": 50304,
-    "total_batch_size": 524_288, "batch_size": "auto", "sequence_length": "auto",
-    "max_steps": 19_073, "warmup_steps": 715, "max_lr": 6e-4, "min_lr": "auto", "cooldown": "auto",
-    "weight_decay": 0.1, "grad_clip": 1.0, "seed": 1337,
-    "device": "auto", "dtype": "auto", "tf32": True, "compile": "auto", "attention": "auto",
-    "recompute": False, "shard_optimizer": False,
-    "val_every": 250, "hellaswag_every": 250, "sample_every": 250,
-    "sample_prompt": "Hello, I'm a language model,", "checkpoint_every": 250,
-    "keep_checkpoints": 3, "out": "log", "resume": "auto", "wandb": False,
-}
-
-
-def test_the_defaults():
+def test_the_defaults_are_gpt2_124m_on_10_billion_tokens():
     config, given = parse_flags([])
-    assert asdict(config) == asdict(Config()) == DEFAULTS
+    assert config == Config()
     assert given == set()
+    assert (config.recipe, config.init, config.data, config.out) == (
+        "gpt2", "scratch", "edu_fineweb10B", "log")
+    assert (config.n_layer, config.n_head, config.n_embd) == (12, 12, 768)
+    assert (config.block_size, config.vocab_size) == (1024, 50304)
+    assert (config.total_batch_size, config.max_steps, config.warmup_steps) == (524288, 19073, 715)
+    assert (config.max_lr, config.weight_decay, config.grad_clip) == (6e-4, 0.1, 1.0)
+    assert (config.val_every, config.checkpoint_every, config.keep_checkpoints) == (250, 250, 3)
+
+
+def test_auto_becomes_a_value_in_config_and_stays_auto_in_the_flags_as_asked():
+    given = {"block_size": 64, "max_lr": 2e-3, "dtype": "float32"}
+    asked, config = FLAGS.resolve(given, Start(), Process())
+    assert config.sequence_length == 64
+    assert config.min_lr == 2e-4
+    assert config.batch_size == 4096 // 64
+    assert asked.sequence_length == asked.min_lr == asked.batch_size == "auto"
+
+
+@pytest.mark.parametrize("given, device, expected", [
+    ({"block_size": 1024}, "cpu", 4),
+    ({"block_size": 1024}, "cuda:0", 64),
+    ({"block_size": 8192}, "cpu", 1),           # a sequence longer than the usual micro-batch
+    ({"batch_size": 100}, "cpu", 100),
+])
+def test_a_micro_batch_has_4096_tokens_on_a_cpu_and_65536_on_a_gpu(given, device, expected):
+    _, config = FLAGS.resolve(given | {"dtype": "float32"}, Start(), Process(device=device))
+    assert config.batch_size == expected
 
 
 # ----------------------------------------------------------------------- what a flag takes
 
-INTEGERS = [
-    "val_tokens", "n_layer", "n_head", "n_embd", "block_size", "vocab_size", "total_batch_size",
-    "batch_size", "sequence_length", "max_steps", "warmup_steps", "seed", "val_every",
-    "hellaswag_every", "sample_every", "checkpoint_every", "keep_checkpoints",
-]
-FLOATS = ["max_lr", "min_lr", "cooldown", "weight_decay", "grad_clip"]
-FROM_0 = [
-    "warmup_steps", "seed", "val_every", "hellaswag_every", "sample_every", "checkpoint_every",
-    "min_lr", "weight_decay",
-]
-LARGEST = {"vocab_size": 65536, "seed": 2**63 - 1, "cooldown": 1.0, "grad_clip": math.inf}
-WORD = {
-    "batch_size": "auto", "sequence_length": "auto", "min_lr": "auto", "cooldown": "auto",
-    "keep_checkpoints": "all",
-}
-
-# What the largest value of a flag needs beside it.
-BESIDE = {
-    "cooldown": ["--recipe", "speedrun"],
-    "min_lr": ["--max_lr", "1e38"],
-    "sequence_length": ["--block_size", str(2**40)],
-    "vocab_size": ["--hellaswag_every", "0", "--sample_every", "0"],
-}
+def parse_one(f, value):
+    """The value of a flag alone, without what it may contradict."""
+    return FLAGS.parse("", [f"--{f.name}={value}"])[f.name]
 
 
-def parse_one(name, value):
-    config, _ = parse_flags([*BESIDE.get(name, []), f"--{name}={value}"])
-    return getattr(config, name)
+def each(flags):
+    return pytest.mark.parametrize("f", flags, ids=lambda f: f.name)
 
 
-def test_every_number_is_in_the_tables_below():
-    numbers = [f.name for f in fields(Config) if f.type in (int, float)]
-    assert sorted(numbers) == sorted(INTEGERS + FLOATS)
+NUMBERS = [f for f in fields(Config) if f.type in (int, float)]
 
 
-@pytest.mark.parametrize("name", INTEGERS)
-def test_an_integer_is_taken_up_to_its_bounds(name):
-    smallest = 0 if name in FROM_0 else 1
-    largest = LARGEST.get(name, 2**40)
+@each(NUMBERS)
+def test_a_number_is_taken_in_its_range_alone(f):
+    smallest = f.metadata.get("smallest", 0)
+    largest = f.metadata.get("largest", {int: 2**40, float: 1e38}[f.type])
+    outside = [-1, "nan", "-inf", "x", "never", "1,000", ""]
+    if f.type is int:
+        outside += [smallest - 1, largest + 1, "1.5", "1e3"]
+    else:
+        outside += [smallest - 1e-13]
+    if f.type is float and largest < math.inf:
+        outside += [1.01 * largest, "inf"]
 
     for value in (smallest, largest):
-        assert parse_one(name, value) == value
-    for value in (smallest - 1, largest + 1, "1.5", "1e3", "nan", "x", "1,000", "never"):
-        refused(lambda value=value: parse_one(name, value), f"--{name}", value)
+        assert parse_one(f, value) == value
+        assert type(parse_one(f, value)) is f.type
+    for value in outside:
+        refused(lambda value=value: parse_one(f, value), f"--{f.name}", value)
 
 
-@pytest.mark.parametrize("name", FLOATS)
-def test_a_float_is_taken_up_to_its_bounds(name):
-    smallest = 0 if name in FROM_0 else 1e-30
-    largest = LARGEST.get(name, 1e38)
-
-    for value in (smallest, largest, 1):
-        assert parse_one(name, value) == value
-        assert type(parse_one(name, value)) is float
-    for value in (-1, smallest - 1e-30, "nan", "-inf", "x", "never"):
-        refused(lambda value=value: parse_one(name, value), f"--{name}", value)
-    if largest < math.inf:
-        refused(lambda: parse_one(name, largest * 1.01), f"--{name}")
-        refused(lambda: parse_one(name, "inf"), f"--{name}", "inf")
-
-
-@pytest.mark.parametrize("name", INTEGERS + FLOATS)
+@each(NUMBERS)
 @pytest.mark.parametrize("word", ["auto", "all"])
-def test_a_word_stands_for_a_number_where_one_is_meant_and_nowhere_else(name, word):
-    if WORD.get(name) == word:
-        assert parse_one(name, word) == word
+def test_a_word_stands_for_a_number_where_one_is_meant_and_nowhere_else(f, word):
+    if f.metadata.get("word") == word:
+        assert parse_one(f, word) == word
     else:
-        refused(lambda: parse_one(name, word), f"--{name}", word)
+        refused(lambda: parse_one(f, word), f"--{f.name}", word)
 
 
-@pytest.mark.parametrize("name, values", [
-    ("preset", "shakespeare small gpt2 gpt2-medium gpt2-large gpt2-xl finetune"),
-    ("recipe", "gpt2 speedrun frontier"),
-    ("dtype", "auto float32 bfloat16 float16"),
-    ("attention", "auto naive math efficient flash cudnn"),
-])
-def test_a_choice_is_one_of_these(name, values):
-    for value in values.split():
-        assert parse_one(name, value) == value
-    for value in ("none", values.split()[0].upper(), values.split()[0][:-1]):
-        refused(lambda value=value: parse_one(name, value), f"--{name}", value)
+@each([f for f in fields(Config) if f.type is not bool])
+def test_a_default_is_a_value_that_its_flag_takes(f):
+    assert parse_one(f, f.default) == f.default
+
+
+@each([f for f in fields(Config) if "choices" in f.metadata])
+def test_a_choice_is_one_of_these(f):
+    choices = f.metadata["choices"]
+    for value in choices:
+        assert parse_one(f, value) == value
+    for value in ("none", choices[0].upper(), choices[0][:-1]):
+        refused(lambda value=value: parse_one(f, value), f"--{f.name}", value)
+
+
+def test_the_bounds_that_other_parts_of_the_house_rely_on():
+    bounds = {f.name: (f.metadata.get("smallest"), f.metadata.get("largest")) for f in NUMBERS}
+    assert bounds["vocab_size"] == (1, 2**16), "shards are uint16"
+    assert bounds["seed"] == (None, 2**63 - 1), "torch's"
+    assert bounds["grad_clip"][1] == math.inf, "no clipping"
+    for name in ("n_layer", "n_head", "n_embd", "block_size", "total_batch_size", "max_steps"):
+        assert bounds[name][0] == 1
+    for name in ("max_lr", "cooldown", "grad_clip"):
+        assert bounds[name][0] == 1e-12, "something is divided by it"
 
 
 @pytest.mark.parametrize("bad, named, good", [
@@ -217,7 +212,9 @@ def test_a_choice_is_one_of_these(name, values):
      "--vocab_size 50256 --sample_every 0 --hellaswag_every 0"),
     ("--overfit --preset small", "--overfit --preset", "--overfit --preset gpt2"),
     ("--overfit --val_every 1", "--overfit --val_every", "--overfit --val_every 0"),
-    ("--overfit --resume x", "--overfit --resume", "--overfit --resume auto"),
+    ("--overfit --resume x", "--overfit --resume", "--overfit --resume"),
+    ("--overfit --out log", "--overfit --out", "--overfit --seed 1"),
+    ("--overfit --checkpoint_every 5", "--overfit --checkpoint_every", "--overfit --dry_run"),
 ])
 def test_flags_that_contradict_each_other_are_refused(bad, named, good):
     refused(lambda: parse_flags(bad.split()), *named.split())
@@ -230,7 +227,7 @@ def test_a_recipes_own_flag_may_have_a_number_as_its_default():
         beta: float = flag(0.9, "optimisation", "Lion's beta.")
 
     lion = replace(RECIPES["gpt2"], own_flags=("beta",))
-    table = FlagTable(LionConfig, RECIPES | {"lion": lion}, PRESETS, {})
+    table = FlagTable(LionConfig, RECIPES | {"lion": lion}, PRESETS, OVERFIT)
     table.check(LionConfig())
     table.check(LionConfig(recipe="lion", beta=0.8))
     refused(lambda: table.check(LionConfig(beta=0.8)), "--beta", "gpt2")
@@ -249,11 +246,14 @@ def test_a_recipes_own_flag_may_have_a_number_as_its_default():
     ("--min_lr 0", {"min_lr": 0.0}),
     ("--grad_clip inf", {"grad_clip": math.inf}),
     ("--local_rank=1", {}),
+    ("--resume", {"resume": "auto"}),
+    ("--resume --data d", {"resume": "auto", "data": "d"}),
+    ("--resume=a/log", {"resume": "a/log"}),
 ])
 def test_flags_may_be_written_in_these_ways_and_the_last_one_counts(line, expected):
     """All ways of FlagParser, which every command has: test_cli.py."""
     config, given = parse_flags(line.split())
-    assert asdict(config) == DEFAULTS | expected
+    assert asdict(config) == asdict(Config()) | expected
     assert given == set(expected)
 
 
@@ -264,17 +264,20 @@ def test_what_is_no_flag_is_refused(line):
     refused(lambda: parse_flags(line.split()), "--help")
 
 
-def test_help_names_each_flag_and_its_default():
-    text = script("train_gpt2.py", "--help").stdout
+@pytest.mark.parametrize("line, ours", [
+    ("--learning_rate=1e-3", "--max_lr"), ("--max-iters 9", "--max_steps"),
+    ("--init_from=resume", "--init"), ("--val_evry 9", "--val_every")])
+def test_nanogpts_name_of_a_flag_and_a_slip_are_refused_with_ours(line, ours):
+    refused(lambda: parse_flags(line.split()), f"use {ours}")
+
+
+def test_help_names_each_flag_and_its_defaults():
+    text = " ".join(script("train_gpt2.py", "--help").stdout.split())
     for f in fields(Config):
         assert f"--{f.name}" in text, f.name
-    for shown in ("default 19073", "speedrun: 3242", "default auto", "default on"):
-        assert shown in " ".join(text.split()), shown
-
-
-def test_help_names_the_rates_of_the_recipes_that_have_their_own():
-    text = " ".join(script("train_gpt2.py", "--help").stdout.split())
-    assert "default 0.0006; speedrun: 0.02; frontier: 0.02" in text
+    for shown in ("default 19073", "speedrun: 3242", "default auto", "default on",
+                  "default 0.0006; speedrun: 0.02; frontier: 0.02"):
+        assert shown in text, shown
 
 
 def test_a_mistake_in_a_flag_is_told_by_rank_0_alone():
@@ -284,12 +287,6 @@ def test_a_mistake_in_a_flag_is_told_by_rank_0_alone():
 
 
 # ----------------------------------------------------------------------- start and data
-
-def test_preset_gives_defaults(go):
-    text = go("log", "--preset", "small", "--dry_run", "--block_size", 256, "--n_layer", 6,
-              "--total_batch_size", 16_384, "--max_steps", 2000, "--warmup_steps", 100)
-    assert "max_lr 0.001 after 100 steps" in text
-
 
 def test_data_is_the_folder_of_the_shards(go, forwards, tmp_path):
     write_shard(tmp_path / "x_train_000001.npy", np.full(2000, 7, np.uint16))
@@ -329,20 +326,13 @@ def test_val_tokens_is_how_much_of_the_validation_shard_is_read(
     assert torch.equal(y[is_read].flatten(), tokens[1:count * T + 1])
 
 
-@pytest.mark.parametrize("n", [3, 5])
-def test_hellaswag_data_is_the_file_of_the_examples(n, go, tmp_path):
-    examples = hellaswag_file(tmp_path / "examples.jsonl", n)
-    text = go("log", *WORDS, "--max_steps", 1, "--hellaswag_every", 2, "--hellaswag_data", examples)
-    assert f"/{n}=" in text
-
-
 # ----------------------------------------------------------------------- model
 
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_chooses_the_model(recipe, go, tmp_path):
     text = go("log", "--recipe", recipe, *SAVED)
     assert saved(tmp_path / "log")["recipe"] == recipe
-    assert type(load_model(tmp_path / "log")) is MODELS[recipe]
+    assert type(load_model(tmp_path / "log")) is RECIPES[recipe].model
     assert f"\n{recipe}: " in text
 
 
@@ -437,11 +427,6 @@ def test_the_learning_rate_of_each_step(flags, expected, go, tmp_path):
     assert rates == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("steps, shown", [(5, "after 5 steps,"), (4, "after 5 steps (")])
-def test_a_warm_up_longer_than_the_run_is_told(steps, shown, go):
-    assert shown in go("log", "--warmup_steps", 5, "--max_steps", steps, "--dry_run")
-
-
 @pytest.mark.parametrize("rate", [1e-3, 0.02])
 def test_max_lr_is_how_far_adams_first_step_moves_a_weight(rate, go, start, tmp_path):
     before = torch.load(start)["model"]
@@ -485,7 +470,7 @@ def test_grad_clip_is_the_largest_norm_of_the_gradient(clip, go, tmp_path):
     assert moment.item() == pytest.approx(0.1 * min(float(clip), norm), rel=1e-3)
 
 
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_seed_is_that_of_the_weights_and_of_the_datas_order(recipe, go, forwards, tmp_path):
     batches, weights = [], []
     for i, seed in enumerate((5, 5, 6)):
@@ -519,7 +504,7 @@ def test_device_is_where_the_run_computes(go):
     refused(lambda: go("log", "--device", "cuda:99"), "--device cuda:99", "cpu")
 
 
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_dtype_is_that_of_linear_layers_in_the_step_and_in_the_validation(recipe, dtype, go):
     seen = set()
@@ -545,34 +530,23 @@ def test_a_short_run_on_a_cpu_is_not_compiled(flags, go, monkeypatch):
     assert not compiled
 
 
-@pytest.mark.parametrize("recipe", MODELS)
-@pytest.mark.parametrize("name, enabled", [
-    ("math", ["math"]), ("efficient", ["mem_efficient"]), ("flash", ["flash"]),
-    ("cudnn", ["cudnn"]), ("auto", ["math", "mem_efficient", "flash", "cudnn"]), ("naive", None),
-])
-def test_attention_allows_torch_these_kernels(recipe, name, enabled, go, monkeypatch):
-    backends = torch.nn.attention.SDPBackend
-    every_kernel = [backends.MATH, backends.EFFICIENT_ATTENTION, backends.FLASH_ATTENTION]
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", ["auto", "naive"])
+def test_attention_is_torchs_or_by_the_formula(recipe, name, go, monkeypatch):
     attend = F.scaled_dot_product_attention
-    seen = []
+    calls = []
 
     def watch(*args, **options):
-        kernels = ("math", "mem_efficient", "flash", "cudnn")
-        of_cuda = torch.backends.cuda
-        seen.append([k for k in kernels if getattr(of_cuda, f"{k}_sdp_enabled")()])
-        with torch.nn.attention.sdpa_kernel(every_kernel):      # the CPU has not all of them
-            return attend(*args, **options)
+        calls.append(options)
+        return attend(*args, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", watch)
     text = go("log", "--recipe", recipe, "--attention", name, "--max_steps", 1)
     assert f"attention {name}," in text
-    if enabled is None:
-        assert not seen
-    else:
-        assert seen and all(kernels == enabled for kernels in seen)
+    assert bool(calls) == (name == "auto")
 
 
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_recompute_runs_each_block_once_more_and_changes_no_loss(recipe, go, tmp_path):
     blocks = []
 
@@ -614,41 +588,6 @@ def test_shard_optimizer_shares_the_matrices_moments_out(byte_data, tmp_path):
 
 
 # ----------------------------------------------------------------------- output
-
-def steps_that_show(text, words):
-    return [int(line.split()[1]) for line in text.splitlines() if words in line]
-
-
-@pytest.mark.parametrize("every, steps", [
-    (0, []), (1, [0, 1, 2, 3, 4, 5]), (2, [0, 2, 4, 5]), (9, [0, 5]),
-])
-def test_val_every(every, steps, go, tmp_path):
-    text = go("log", "--max_steps", 5, "--val_every", every)
-    assert steps_that_show(text, "validation loss:") == steps
-    if every:
-        assert list(logged(tmp_path / "log", "val")) == steps
-
-
-@pytest.mark.parametrize("every, steps", [(0, []), (2, [0, 2, 3])])
-def test_hellaswag_every(every, steps, go, tmp_path):
-    examples = hellaswag_file(tmp_path / "examples.jsonl", 2)
-    text = go("log", *WORDS, "--hellaswag_every", every, "--hellaswag_data", examples)
-    assert steps_that_show(text, "HellaSwag accuracy:") == steps
-    assert list(logged(tmp_path / "log", "hella")) == steps
-
-
-@pytest.mark.parametrize("every, shown_after", [(0, []), (2, [1, 2])])
-def test_sample_every_is_not_of_the_fresh_weights_but_of_the_last_ones(every, shown_after, go):
-    text = go("log", *WORDS, "--sample_every", every)
-    last_step = None
-    found = []
-    for line in text.splitlines():
-        if line.startswith("step "):
-            last_step = int(line.split()[1])
-        if line.startswith("sample 0: "):
-            found.append(last_step)
-    assert found == shown_after
-
 
 @pytest.mark.parametrize("every, steps", [(0, []), (2, [2, 4, 5]), (9, [5])])
 def test_checkpoint_every(every, steps, go, tmp_path):

@@ -7,7 +7,7 @@ import torch
 from runtime import console, files
 from runtime.cli import UserError
 from runtime.dataloader import to_device
-from runtime.device import configure_allocator, is_out_of_memory
+from runtime.hardware import configure_allocator, is_out_of_memory
 from runtime.files import lock_folder
 
 

@@ -8,18 +8,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, script
+from helpers import ROOT, refused, script
 from torch.nn.modules.module import register_module_forward_hook
 
 import hellaswag
 from hellaswag import (
+    batches_of_run,
     evaluate,
-    hellaswag_batches,
     load_examples,
     make_batches,
 )
 from model import GPT, GPTConfig
 from runtime.cli import UserError
+from runtime.ranks import Process
 from runtime.tokenizer import encode
 
 WORDS = (ROOT / "input.txt").read_text(encoding="utf-8").split()[:30_000]
@@ -235,36 +236,19 @@ def test_a_row_of_the_hub_without_a_label_is_named(monkeypatch):
         load_examples()
 
 
-def test_a_missing_package_is_a_users_mistake_without_which_a_run_goes_on(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match="pip install datasets"):
-        load_examples()
-
-
 # ------------------------------------------------------------------------- in a training run
 
-class OneRank:
-    """A rank of a training run, as far as hellaswag_batches uses it."""
-    device = "cpu"
+class OneOfTwo(Process):
+    """One of two ranks. `problem` is what rank 0 has found to be wrong."""
 
-    def __init__(self, problem_of_master=None):
-        self.is_master = problem_of_master is None
-        self.problem_of_master = problem_of_master
-        self.printed = []
-
-    def from_master(self, value):
-        if self.is_master:
-            return value
-        return self.problem_of_master
+    def __init__(self, rank, problem=""):
+        super().__init__(rank, world_size=2)
+        self.problem = problem
 
     def gather(self, value):
-        return [value]
-
-    def shared(self, error):
-        return error
-
-    def print0(self, line):
-        self.printed.append(line)
+        if self.problem and value == "":
+            value = self.problem
+        return [value, value]
 
 
 def config_of(**changes):
@@ -272,37 +256,40 @@ def config_of(**changes):
         **{"hellaswag_every": 250, "hellaswag_data": "", "block_size": 64, **changes})
 
 
-@pytest.mark.parametrize("rank", [OneRank(), OneRank(problem_of_master="")])
-def test_all_ranks_read_a_runs_examples(rank, tmp_path):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_ranks_read_a_runs_examples(rank, tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl", EXAMPLES)
-    batches = hellaswag_batches(config_of(hellaswag_data=str(path)), set(), rank)
+    batches = batches_of_run(config_of(hellaswag_data=str(path)), OneOfTwo(rank))
+    assert sum(len(labels) for *_, labels in batches) == 30
+
+    monkeypatch.setattr(hellaswag, "load_examples_of_the_hub", lambda: EXAMPLES)
+    batches = batches_of_run(config_of(), OneOfTwo(rank))
     assert sum(len(labels) for *_, labels in batches) == 30
 
 
 def test_where_rank_0_has_failed_the_others_do_not_try(monkeypatch):
     """The hub's library waits and tries again for half a minute."""
-    tried = []
-    monkeypatch.setattr(hellaswag, "examples_or_problem", tried.append)
-    assert hellaswag_batches(config_of(), set(), OneRank(problem_of_master="no network")) == []
-    assert tried == []
+    monkeypatch.setattr(hellaswag, "load_examples_of_the_hub", lambda: pytest.fail("it tries"))
+    assert batches_of_run(config_of(), OneOfTwo(1, "no network")) == []
 
 
 def test_a_run_without_hellaswag_reads_nothing(monkeypatch):
-    monkeypatch.setattr(hellaswag, "examples_or_problem", None)
-    assert hellaswag_batches(config_of(hellaswag_every=0), set(), OneRank()) == []
+    monkeypatch.setattr(hellaswag, "load_examples", lambda *path: pytest.fail("it reads"))
+    assert batches_of_run(config_of(hellaswag_every=0), Process()) == []
 
 
-def test_examples_that_cannot_be_had_are_a_warning_unless_a_flag_asked_for_them(tmp_path):
+def test_without_the_hub_or_its_package_a_run_goes_on_with_a_warning(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert batches_of_run(config_of(), Process()) == []
+    line = capsys.readouterr().out
+    assert line.count("\n") == 1
+    assert "warning" in line and "datasets" in line
+
+
+def test_a_file_that_is_named_has_to_be_right(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("no example\n")
-    config = config_of(hellaswag_data=str(path))
-    process = OneRank()
-
-    assert hellaswag_batches(config, set(), process) == []
-    assert len(process.printed) == 1
-
-    with pytest.raises(UserError, match="--hellaswag_every 0"):
-        hellaswag_batches(config, {"hellaswag_data"}, process)
+    refused(lambda: batches_of_run(config_of(hellaswag_data=str(path)), Process()), path)
 
 
 # ------------------------------------------------------------------------- the command

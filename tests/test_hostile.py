@@ -16,9 +16,9 @@ from helpers import script
 from peers import make_model, nanogpt_checkpoint, own_checkpoint, save
 
 from hellaswag import load_examples
-from recipes import MODELS, load_model
+from recipes import RECIPES, load_model
 from runtime.cli import UserError
-from runtime.shards import open_shard, write_shard
+from runtime.shards import read_shard, write_shard
 
 WPE = "transformer.wpe.weight"
 BIAS = "transformer.ln_f.bias"
@@ -26,7 +26,7 @@ SIZES = {"block_size": 8, "vocab_size": 96, "n_layer": 1, "n_head": 1, "n_embd":
 
 
 def good_checkpoint(recipe="gpt2"):
-    model = make_model(cls=MODELS[recipe], **SIZES)
+    model = make_model(cls=RECIPES[recipe].model, **SIZES)
     return own_checkpoint(model) | {"recipe": recipe}
 
 
@@ -274,7 +274,7 @@ def test_a_number_that_is_not_finite_in_a_folder_is_refused(folder):
 
 @pytest.mark.parametrize("recipe", ["gpt2", "frontier"])
 def test_code_in_a_folder_is_not_run(recipe, tmp_path):
-    make_model(cls=MODELS[recipe], **SIZES).save_pretrained(tmp_path)
+    make_model(cls=RECIPES[recipe].model, **SIZES).save_pretrained(tmp_path)
     trace = tmp_path / "trace"
     (tmp_path / "modeling_modern.py").write_text(f"open({str(trace)!r}, 'w')")
     assert load_model(tmp_path).recipe == recipe
@@ -287,10 +287,10 @@ def test_code_in_a_folder_is_not_run(recipe, tmp_path):
 def test_a_truncated_shard_is_refused(name, tmp_path):
     path = tmp_path / name
     write_shard(path, np.arange(100, dtype=np.uint16))
-    assert len(open_shard(path)) == 100
+    assert len(read_shard(path)) == 100
     for size in (0, 10, path.stat().st_size // 2, path.stat().st_size - 1):
         truncate(path, size)
-        assert_refused(open_shard, path)
+        assert_refused(read_shard, path)
         write_shard(path, np.arange(100, dtype=np.uint16))
 
 
@@ -302,7 +302,7 @@ def test_a_truncated_shard_is_refused(name, tmp_path):
 def test_an_array_that_is_no_shard_is_refused(array, tmp_path):
     path = tmp_path / "x_train_000000.npy"
     np.save(path, array)
-    assert_refused(open_shard, path)
+    assert_refused(read_shard, path)
 
 
 @pytest.mark.parametrize("changes", [

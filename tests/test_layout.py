@@ -40,6 +40,10 @@ root, *names = sys.argv[1:]
 sys.path.insert(0, root)
 late = {"matplotlib", "wandb", "datasets", "transformers", "pyarrow", "gigatoken", "torch._dynamo"}
 
+importlib.import_module("fineweb")
+assert "presets" in sys.modules and "torch" not in sys.modules
+for name in sys.modules.keys() & {*names}:
+    del sys.modules[name]
 importlib.import_module("model")
 with open("../loaded_by_model", "w") as file:
     print(*sys.modules, file=file)
@@ -68,6 +72,14 @@ def test_runtime_imports_no_script():
     assert len(modules_of_runtime) > 10
     for name in modules_of_runtime:
         assert imports(name) <= modules_of_runtime, name
+
+
+def test_no_module_of_runtime_asks_for_a_recipe_by_its_name():
+    for name in MODULES:
+        if name.startswith("runtime."):
+            constants = {node.value for node in ast.walk(TREES[name])
+                         if isinstance(node, ast.Constant)}
+            assert not constants & {"speedrun", "frontier"}, name
 
 
 def test_nothing_imports_bench():
@@ -112,7 +124,10 @@ def test_each_script_ends_as_a_command():
 
 
 def test_an_import_only_defines(imported):
-    """It prints, writes and downloads nothing, and imports no optional package and no compiler."""
+    """It prints, writes and downloads nothing, and imports no optional package and no compiler.
+
+    fineweb.py, which reads the presets, does not even import torch.
+    """
     result, folder = imported
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
     assert not list(folder.iterdir())

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from peers import LargestStorage, double_precision, make_model, plain_gpt2, tokens
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import GPT, GPT2_SIZES, GPTConfig, KVCache, attention, head_size, sample_token
-from recipes import MODELS
+from model import GPT, GPTConfig, KVCache, attention, head_size, sample_token
+from presets import GPT2_SIZES
+from recipes import RECIPES
 from runtime.tokenizer import VOCAB_SIZE
 
 # ----------------------------------------------------------------------- shapes and initial weights
@@ -75,27 +76,27 @@ def drawn(monkeypatch):
     return tensors
 
 
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_no_parameter_is_drawn_twice(recipe, drawn):
-    model = MODELS[recipe](MODELS[recipe].Config(24, 97, 2, 2, 32))
+    cls = RECIPES[recipe].model
+    model = cls(cls.Config(24, 97, 2, 2, 32))
     numbers = [id(p) for p in drawn]
     assert len(numbers) > 0
     assert len(set(numbers)) == len(numbers)
     assert set(numbers) <= {id(p) for p in model.parameters()}
 
 
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_on_the_meta_device_nothing_is_drawn(recipe, drawn):
+    cls = RECIPES[recipe].model
     with torch.device("meta"):
-        MODELS[recipe](MODELS[recipe].Config(24, 97, 2, 2, 32))
+        cls(cls.Config(24, 97, 2, 2, 32))
     assert drawn == []
 
 
 def test_a_width_that_the_heads_do_not_divide_is_an_error():
     with pytest.raises(ValueError, match="100.*7"):
         head_size(GPTConfig(n_embd=100, n_head=7))
-    with pytest.raises(ValueError, match="even"):
-        head_size(GPTConfig(n_embd=9, n_head=3), even=True)
 
 
 # ----------------------------------------------------------------------- forward, loss, gradients
@@ -108,10 +109,10 @@ def plain_loss(logits, targets):
 
 
 @pytest.mark.parametrize("kernel, gelu", [
-    ("auto", "tanh"), ("auto", "none"), ("naive", "tanh"), ("math", "tanh")])
+    ("auto", "tanh"), ("auto", "none"), ("naive", "tanh")])
 def test_logits_loss_and_gradients_equal_a_plain_reference_in_float64(kernel, gelu):
     model = make_model(gelu=gelu)
-    model.kernel = kernel
+    model.use_attention(kernel)
     idx = tokens(3, 24)
     targets = tokens(3, 24, seed=2)
     targets[0, :5] = -1
@@ -152,7 +153,7 @@ def test_a_sequence_longer_than_block_size_is_refused():
 
 def test_flops_a_token_agree_with_torchs_own_count():
     model = GPT(GPTConfig(block_size=64, vocab_size=512, n_layer=2, n_head=2, n_embd=128))
-    model.kernel = "naive"
+    model.use_attention("naive")
     idx = tokens(2, 64)
     with FlopCounterMode(display=False) as counter:
         model(idx, idx)[1].backward()
@@ -177,11 +178,10 @@ def test_the_residual_stream_is_bfloat16_under_its_autocast_and_float32_elsewher
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
 
 
-@pytest.mark.parametrize("kernel", ["auto", "flash"])
-def test_attention_to_many_tokens_never_holds_a_score_for_each_pair(kernel):
+def test_attention_to_many_tokens_never_holds_a_score_for_each_pair():
     q = torch.randn(1, 1024, 2, 16, dtype=torch.bfloat16)
     with LargestStorage() as seen:
-        y = attention(q, q, q, kernel)
+        y = attention(q, q, q)
     assert seen.bytes < 1024 * 1024
     torch.testing.assert_close(y, attention(q, q, q, "naive"), atol=0.02, rtol=0.02)
 
@@ -217,8 +217,7 @@ def eager_and_in_one_graph(recipe, dtype):
 
     The graph is that of Inductor, whose C++ would take most of a minute to compile.
     """
-    model = make_model(cls=MODELS[recipe], spread=0.02, n_layer=1, n_embd=32)
-    model.kernel = "math"               # one that is pinned, which the graph has to carry
+    model = make_model(cls=RECIPES[recipe].model, spread=0.02, n_layer=1, n_embd=32)
     compiled = torch.compile(
         model, dynamic=False, fullgraph=True, backend="aot_eager_decomp_partition")
     eager = loss_gradients_and_kept(model, model, dtype)
@@ -226,7 +225,7 @@ def eager_and_in_one_graph(recipe, dtype):
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-5), (torch.bfloat16, 0.05)])
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_compiled_in_one_graph_loss_and_gradients_equal_eager(recipe, dtype, tolerance):
     in_eager, in_one_graph = eager_and_in_one_graph(recipe, dtype)
     loss, gradients, _ = in_eager
@@ -249,9 +248,9 @@ def test_a_compiled_model_does_not_keep_what_comes_out_of_gelu():
     assert sum(tensor.numel() == size_in_mlp for tensor in kept_by_graph) == 1
 
 
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_recomputed_blocks_have_the_same_gradients_and_keep_less(recipe):
-    model = make_model(cls=MODELS[recipe], spread=0.02, block_size=32, n_layer=3, n_embd=32)
+    model = make_model(cls=RECIPES[recipe].model, spread=0.02, block_size=32, n_layer=3, n_embd=32)
     loss, gradients, kept = loss_gradients_and_kept(model, model)
 
     model.recompute = True
@@ -386,7 +385,7 @@ def enlarge_logits(model, factor):
 def test_logits_are_a_tanh_of_the_heads_output_computed_in_float32(recipe):
     """bfloat16 would round 14.98 to 15."""
     cap = SOFTCAPS[recipe]
-    model = make_model(cls=MODELS[recipe])
+    model = make_model(cls=RECIPES[recipe].model)
     x = cap * torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
 
     with torch.autocast("cpu", torch.bfloat16):
@@ -398,10 +397,10 @@ def test_logits_are_a_tanh_of_the_heads_output_computed_in_float32(recipe):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
 @torch.no_grad()
 def test_the_losses_of_tokens_are_those_of_forward(recipe, dtype):
-    model = make_model(cls=MODELS[recipe])
+    model = make_model(cls=RECIPES[recipe].model)
     enlarge_logits(model, 20)
     idx = tokens(3, 24)
     targets = tokens(3, 24, seed=2)
@@ -435,7 +434,7 @@ def test_of_all_tokens_only_those_that_are_scored_have_logits():
 def test_two_sampled_tokens_have_the_frequencies_of_forwards_softmax(recipe, temperature):
     """The second token is sampled with the cache. Large logits tell a softcap from none."""
     V, n = 10, 20_000
-    model = make_model(cls=MODELS[recipe], vocab_size=V, n_layer=1)
+    model = make_model(cls=RECIPES[recipe].model, vocab_size=V, n_layer=1)
     enlarge_logits(model, 40)
     idx = tokens(1, 5, vocab_size=V)
     generator = torch.Generator().manual_seed(1)
@@ -471,9 +470,9 @@ def test_probabilities_are_float32_in_bfloat16_too(monkeypatch):
         assert (p.sum(-1) - 1).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_a_generation_casts_the_head_once_and_not_for_each_token(recipe, monkeypatch):
-    model = make_model(cls=MODELS[recipe])
+    model = make_model(cls=RECIPES[recipe].model)
     heads = []
     linear = F.linear
 
@@ -491,9 +490,9 @@ def test_a_generation_casts_the_head_once_and_not_for_each_token(recipe, monkeyp
     assert all(head is heads[0] for head in heads)
 
 
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_a_generation_computes_no_gradients(recipe, monkeypatch):
-    model = make_model(cls=MODELS[recipe])
+    model = make_model(cls=RECIPES[recipe].model)
     hidden = model.hidden
     states = []
 

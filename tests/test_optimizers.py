@@ -8,7 +8,7 @@ import torch.distributed as dist
 from helpers import on_ranks
 from peers import make_model, tokens
 
-from recipes import MODELS
+from recipes import RECIPES
 from runtime.muon import Muon
 from runtime.optimizers import CombinedOptimizer, shard_matrices
 from runtime.ranks import Process
@@ -23,13 +23,13 @@ def make_combined(recipe="gpt2", process=None, shard=False):
     """(model, CombinedOptimizer)."""
     if process is None:
         process = Process()
-    model = make_model(cls=MODELS[recipe])
+    model = make_model(cls=RECIPES[recipe].model)
     return model, CombinedOptimizer(model, optimizers_of(model), process, shard)
 
 
 # ----------------------------------------------------------------------- all optimizers as one
 
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_the_optimizer_of_each_parameter_is_known(recipe):
     model, combined = make_combined(recipe)
     assert set(combined.optimizer_of) == set(model.parameters())
@@ -62,7 +62,7 @@ def test_each_group_remembers_its_peak_rate():
 
 def test_a_step_is_one_of_each_optimizer():
     model, combined = make_combined("speedrun")
-    alike = make_model(cls=MODELS["speedrun"])
+    alike = make_model(cls=RECIPES["speedrun"].model)
     apart = optimizers_of(alike)
     for one in (model, alike):
         one(tokens(2, 24), tokens(2, 24))[1].backward()
@@ -154,12 +154,12 @@ def test_a_rank_looks_for_overflows_in_all_gradients():
 
 def test_the_bytes_of_the_moments_are_those_of_this_ranks_parameters():
     model, combined = make_combined()
-    assert combined.state_bytes() == sum(2 * 4 * p.numel() for p in model.parameters())
+    assert combined.bytes_to_allocate() == sum(2 * 4 * p.numel() for p in model.parameters())
 
     of_ranks = []
     for rank in range(2):
         _, combined = make_combined(process=Process(rank, rank, 2), shard=True)
-        of_ranks.append(combined.state_bytes())
+        of_ranks.append(combined.bytes_to_allocate())
     matrices = sum(8 * p.numel() for p in model.parameters() if p.dim() >= 2)
     others = sum(8 * p.numel() for p in model.parameters() if p.dim() < 2)
     assert sum(of_ranks) == matrices + 2 * others

@@ -1,14 +1,22 @@
 """runtime/output.py: what a run writes into --out, and what it leaves alone there."""
+import contextlib
+import errno
+import functools
 import os
+import re
 import shutil
+import signal
+import subprocess
 import sys
 import threading
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import (
     BYTES,
     contents,
@@ -16,13 +24,19 @@ from helpers import (
     logged,
     refused,
     run,
+    same_end,
+    saved,
     saved_steps,
+    site,
+    striking,
+    torchrun,
     train,
 )
 from peers import make_model
 
 import runtime.output
 import train_gpt2
+from config import Config
 from model import GPT, GPTConfig
 from recipes import load_model
 from runtime import files
@@ -30,7 +44,7 @@ from runtime.checkpoint import Start
 from runtime.cli import RunError, UserError
 from runtime.files import lock_folder
 from runtime.metrics import HEADER, read_metrics
-from runtime.output import Output
+from runtime.output import Output, lock_run
 from runtime.ranks import Process
 from runtime.shards import write_shard
 
@@ -55,9 +69,9 @@ def a_copy(a_run, tmp_path):
 
 def open_output(out, step=0, device="cpu", **flags):
     """The Output of a run with these flags, which begins at a step."""
-    config = train_gpt2.Config(out=str(out), **flags)
+    config = Config(out=str(out), **flags)
     output = Output(config, Process(device=device), lambda step: 256 * step)
-    output.open(config, Start(step=step))
+    output.open(Start(step=step))
     return output
 
 
@@ -72,23 +86,18 @@ def test_a_run_without_evaluations_writes_its_metrics_and_checkpoints(a_run):
         LOCK, "metrics.csv", "checkpoint_000002.pt", "checkpoint_000004.pt"}
 
 
-@pytest.mark.parametrize("flags, code", [
-    (["--dry_run"], 0),
-    (["--overfit", "--sequence_length", 32, "--vocab_size", 50257, "--total_batch_size", 128,
-      "--max_lr", 1e-12], 1),           # at so low a rate it does not overfit
-])
-def test_dry_run_and_overfit_write_nothing_into_a_runs_folder(flags, code, byte_data, a_copy):
+def test_a_dry_run_writes_nothing_into_a_runs_folder(byte_data, a_copy):
     before = contents(a_copy)
-    train("--data", byte_data, *SHORT, "--out", a_copy, *flags, code=code)
+    train("--data", byte_data, *SHORT, "--out", a_copy, "--dry_run")
     assert contents(a_copy) == before
 
 
 def test_a_rank_other_than_0_does_not_even_make_the_folder(tmp_path):
-    config = train_gpt2.Config(out=str(tmp_path / "log"))
+    config = Config(out=str(tmp_path / "log"))
     output = Output(config, Process(1, 1, 2), lambda step: step)
-    output.open(config, Start())
+    output.open(Start())
     with output:
-        output.add(0, "train", 1.0)
+        output.add(0, train=1.0)
     assert not (tmp_path / "log").exists()
 
 
@@ -200,23 +209,22 @@ def test_the_lock_ends_with_the_run_also_with_one_that_failed(byte_data, tmp_pat
 
 def test_the_evaluations_and_the_training_of_a_step_share_a_row(tmp_path):
     with open_output(tmp_path, val_every=1) as output:
-        output.add(0, "val", 5.5)
-        output.add(0, "hella", 0.25)
-        output.add(0, "train", 5.25, norm=1.5, lr=1e-3, tokens_per_second=512.0)
-        output.add(1, "train", 5.0, norm=1.25, lr=2e-3, tokens_per_second=256.0)
-        output.add(2, "val", 4.5)
+        output.add(0, val=5.5, val_tokens=640, hella=0.25)
+        output.add(0, train=5.25, norm=1.5, lr=1e-3, tokens_per_second=512.0)
+        output.add(1, train=5.0, norm=1.25, lr=2e-3, tokens_per_second=256.0)
+        output.add(2, val=4.5, val_tokens=640)
     assert (tmp_path / "metrics.csv").read_text().splitlines() == [
         HEADER,
-        "0,0,0.000,5.250000,5.500000,0.250000,0.001,1.5000,512",
-        "1,256,0.500,5.000000,,,0.002,1.2500,256",
-        "2,512,1.500,,4.500000,,,,",
+        "0,0,0.000,5.250000,5.500000,0.250000,0.001,1.5000,512,640",
+        "1,256,0.500,5.000000,,,0.002,1.2500,256,",
+        "2,512,1.500,,4.500000,,,,,640",
     ]
 
 
 def test_each_row_is_in_the_file_when_its_step_is_logged(tmp_path):
     with open_output(tmp_path) as output:
         for step in range(3):
-            output.add(step, "train", 5.0, norm=1.0, lr=1e-3, tokens_per_second=1.0)
+            output.add(step, train=5.0, norm=1.0, lr=1e-3, tokens_per_second=1.0)
             assert list(logged(tmp_path)) == list(range(step + 1))
 
 
@@ -253,21 +261,77 @@ def test_a_run_that_goes_on_without_its_metrics_begins_them_at_its_step(byte_dat
     assert list(logged(a_copy)) == [4]
 
 
-def test_a_resume_repeats_neither_evaluations_nor_saves(byte_data, tmp_path, capsys):
+def test_an_evaluation_is_in_the_file_with_its_steps_training_or_before_the_next_checkpoint(
+        tmp_path, model_state):
+    """So a kill leaves no half of a row, and a checkpoint no evaluation that is lost."""
+    with open_output(tmp_path) as output:
+        output.add(0, val=5.5)
+        assert logged(tmp_path, "val") == {}
+        output.add(0, train=5.0, norm=1.0, lr=1e-3, tokens_per_second=1.0)
+        assert logged(tmp_path, "val") == {0: 5.5}
+        output.add(1, val=4.5)
+        output.save(content_of(1, *model_state))
+        assert logged(tmp_path, "val") == {0: 5.5, 1: 4.5}
+
+
+def test_a_resume_evaluates_again_but_does_not_save_again_and_each_step_has_one_row(
+        byte_data, tmp_path, capsys):
     flags = ["--data", byte_data, *SHORT, "--val_every", 1, "--out", tmp_path]
     train(*flags, "--max_steps", 2)
+    losses = logged(tmp_path, "val")
     when = (tmp_path / "checkpoint_000002.pt").stat().st_mtime_ns
     capsys.readouterr()
-    train(*flags, "--max_steps", 3)
-    text = capsys.readouterr().out
-    assert text.count("| validation loss: ") == 1
-    assert list(logged(tmp_path, "val")) == [0, 1, 2, 3]
-    assert (tmp_path / "checkpoint_000002.pt").stat().st_mtime_ns == when
 
     train(*flags, "--max_steps", 3)
-    text = capsys.readouterr().out
-    assert "| validation loss: " not in text
-    assert "saved" not in text
+
+    assert capsys.readouterr().out.count("| validation loss: ") == 2        # of steps 2 and 3
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.csv")] == [0, 1, 2, 3]
+    assert logged(tmp_path, "val").items() > losses.items()
+    assert (tmp_path / "checkpoint_000002.pt").stat().st_mtime_ns == when
+
+
+def test_a_row_that_was_written_before_a_checkpoint_of_its_step_is_completed(
+        tmp_path, model_state):
+    with open_output(tmp_path) as output:
+        output.add(0, train=5.0, norm=1.0, lr=1e-3, tokens_per_second=256.0)
+        output.add(1, val=4.5, val_tokens=640)
+        output.save(content_of(1, *model_state))
+        output.add(1, train=4.0, norm=1.0, lr=1e-3, tokens_per_second=256.0)
+        output.add(2, train=3.0, norm=1.0, lr=1e-3, tokens_per_second=256.0)
+    assert (tmp_path / "metrics.csv").read_text().splitlines()[1:] == [
+        "0,0,0.000,5.000000,,,0.001,1.0000,256,",
+        "1,256,1.000,4.000000,4.500000,,0.001,1.0000,256,640",
+        "2,512,2.000,3.000000,,,0.001,1.0000,256,",
+    ]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_metrics_csv_is_closed_from_a_checkpoint_to_the_next_row(tmp_path, model_state):
+    """rclone uploads a file when it is closed."""
+    def is_open():
+        numbers = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+        paths = [os.readlink(number) for number in numbers if os.path.lexists(number)]
+        return str(tmp_path / "metrics.csv") in paths
+
+    with open_output(tmp_path) as output:
+        output.add(0, train=5.0, norm=1.0, lr=1e-3, tokens_per_second=256.0)
+        assert is_open()
+        output.save(content_of(1, *model_state))
+        assert not is_open()
+        output.add(1, train=5.0, norm=1.0, lr=1e-3, tokens_per_second=256.0)
+        assert is_open()
+
+
+def test_a_metrics_csv_that_is_gone_is_not_begun_anew_by_its_run(tmp_path, model_state):
+    """As where its mount has ended."""
+    def lose_it():
+        with open_output(tmp_path) as output:
+            output.save(content_of(1, *model_state))
+            (tmp_path / "metrics.csv").unlink()
+            output.add(1, train=5.0, norm=1.0, lr=1e-3, tokens_per_second=256.0)
+
+    refused(lose_it, tmp_path / "metrics.csv", failed=True)
+    assert not (tmp_path / "metrics.csv").exists()
 
 
 # ----------------------------------------------------------------------- which checkpoints stay
@@ -332,6 +396,104 @@ def test_a_resumed_run_still_knows_its_best_checkpoint(worse_and_worse, tmp_path
     assert saved_steps(tmp_path / "log") == [1, 6]
     assert "best checkpoint: " + str(tmp_path / "log/checkpoint_000001.pt") in (
         capsys.readouterr().out)
+
+
+@pytest.fixture
+def with_losses(byte_data, tmp_path, monkeypatch):
+    """with_losses(losses of all validations, *flags): a run that validates at each step.
+
+    Returns the steps with a checkpoint at its end.
+    """
+    def train_with(losses, *flags):
+        given = iter(losses)
+        monkeypatch.setattr(train_gpt2, "validation_loss", lambda *arguments: next(given))
+        train("--data", byte_data, *SHORT, "--out", tmp_path / "log", "--max_steps", 6,
+              "--val_every", 1, "--checkpoint_every", 2, *flags)
+        return saved_steps(tmp_path / "log")
+    return train_with
+
+
+BEST_BETWEEN = [9.0, 8.0, 8.5, 7.0, 7.5, 6.0, 6.5]          # at the steps 1, 3 and 5
+
+
+@pytest.mark.parametrize("keep, steps", [(1, [5, 6]), (2, [4, 5, 6]), ("all", [2, 4, 5, 6])])
+def test_the_weights_of_the_lowest_loss_have_a_file_beside_the_newest(
+        keep, steps, with_losses, capsys):
+    """It replaces the best before it."""
+    assert with_losses(BEST_BETWEEN, "--keep_checkpoints", keep) == steps
+    saved_files = re.findall(r"saved \S*checkpoint_0*(\d+)\.pt", capsys.readouterr().out)
+    assert saved_files == ["1", "2", "3", "4", "5", "6"]
+
+
+def test_the_file_of_the_lowest_loss_has_the_weights_of_its_step(with_losses, byte_data, tmp_path):
+    with_losses(BEST_BETWEEN, "--checkpoint_every", 100)
+    train("--data", byte_data, *SHORT, "--out", tmp_path / "whole", "--max_steps", 6,
+          "--checkpoint_every", 1)
+    expected = saved(tmp_path / "whole", 5)["model"]
+    for name, tensor in load_model(tmp_path / "log/best").state_dict().items():
+        assert torch.equal(tensor, expected[name])
+
+
+@pytest.mark.parametrize("losses, every, steps", [
+    ([9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0], 1, [1, 2, 3, 4, 5, 6]),       # each step has one
+    ([9.0, 8.0, 7.0, 7.0, 9.0, 8.0, 9.0], 4, [2, 4, 6]),                # an equal loss is not lower
+    ([1.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0], 4, [4, 6]),                   # the first one is the best
+    ([9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0], 0, []),
+])
+def test_nothing_more_is_saved_than_the_periods_and_the_lowest_loss_ask_for(
+        losses, every, steps, with_losses, capsys):
+    assert with_losses(losses, "--checkpoint_every", every) == steps
+    text = capsys.readouterr().out
+    for step in steps:
+        assert text.count(f"checkpoint_{step:06d}.pt in ") == 1
+
+
+def test_two_processes_save_the_lowest_loss_together(byte_data, tmp_path):
+    run("--data", byte_data, *SHORT, "--batch_size", 4, "--out", tmp_path, "--val_every", 3,
+        "--checkpoint_every", 100, "--max_steps", 5, processes=2)
+    losses = logged(tmp_path, "val")
+    assert losses[0] > losses[3] > losses[5]
+    assert saved_steps(tmp_path) == [3, 5]
+
+
+def test_a_run_that_is_killed_behind_its_best_checkpoint_knows_it_and_ends_like_a_whole_one(
+        byte_data, tmp_path):
+    flags = ["--data", byte_data, *SHORT, "--val_every", 3, "--checkpoint_every", 100,
+             "--max_steps", 5]
+    train(*flags, "--out", tmp_path / "whole")
+    run(*flags, "--out", tmp_path / "log", code=-9, before=striking("step 3", "SIGKILL"))
+    assert list(logged(tmp_path / "log", "val")) == [0, 3]
+    load_model(tmp_path / "log/best")
+
+    train(*flags, "--out", tmp_path / "log")
+    same_end(tmp_path / "log", tmp_path / "whole", step=5)
+    assert saved_steps(tmp_path / "log") == [3, 5]
+
+
+def test_losses_on_other_tokens_are_not_compared_after_a_resume(
+        with_losses, byte_data, tmp_path, capsys):
+    with_losses([9.0, 1.0, 1.5], "--max_steps", 2, "--val_tokens", 32)
+    steps = with_losses([8.0, 7.0, 6.0, 7.5, 7.0], "--val_tokens", 64, "--keep_checkpoints", 1)
+
+    assert steps == [4, 6]
+    assert "best checkpoint: " + str(tmp_path / "log/checkpoint_000004.pt") in (
+        capsys.readouterr().out)
+    assert logged(tmp_path / "log", "val_tokens") == {0: 32, 1: 32} | dict.fromkeys(range(2, 7), 64)
+
+
+def test_checkpoints_whose_losses_are_not_known_stay(with_losses, byte_data, tmp_path, capsys):
+    with_losses([9.0, 1.0, 2.0, 3.0, 4.0], "--max_steps", 4, "--checkpoint_every", 1)
+    (tmp_path / "log/metrics.csv").unlink()
+    capsys.readouterr()
+
+    flags = ["--keep_checkpoints", 1, "--checkpoint_every", 1]
+    steps = with_losses([5.0, 4.5, 5.5], *flags)
+    assert steps == [1, 2, 3, 4, 5, 6]
+    assert capsys.readouterr().out.count("no metrics.csv") == 1
+
+    steps = with_losses([5.5, 5.0, 4.0], *flags, "--max_steps", 8)
+    assert steps == [1, 2, 3, 4, 5, 8]
+    assert "no metrics.csv" not in capsys.readouterr().out
 
 
 # ----------------------------------------------------------------------- a save
@@ -424,12 +586,11 @@ def test_the_error_of_a_run_is_told_rather_than_that_of_its_last_save(
     assert "Input/output" not in refused(fail_twice, "the loss is nan", failed=True)
 
 
-def test_an_error_of_the_disk_names_the_folder_of_the_run(tmp_path):
-    def fail():
-        with open_output(tmp_path):
-            raise OSError(28, "No space left on device")        # as a write of metrics.csv does
-
-    refused(fail, tmp_path, "No space left", failed=True)
+def test_a_disk_that_is_full_while_a_row_is_written_is_told_with_the_files_name(
+        byte_data, tmp_path):
+    result = run("--data", byte_data, *SHORT, "--out", tmp_path, "--checkpoint_every", 0,
+                 "--max_steps", 20, before=[limit_file_size(1000)], code=1)
+    refused(lambda: result, tmp_path / "metrics.csv", "too large", failed=True)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -470,6 +631,145 @@ def test_a_disk_that_is_full_while_a_checkpoint_is_written_costs_that_checkpoint
     train(*flags)
     assert saved_steps(a_copy) == [2, 4, 6]
     assert list(logged(a_copy)) == [0, 1, 2, 3, 4, 5]
+
+
+# ----------------------------------------------------------------------- disks that go away
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+
+
+def make_unreadable(path):
+    """Puts something in a file's place that the system cannot read (EIO)."""
+    path.unlink()
+    path.symlink_to("/proc/self/mem")
+
+
+@LINUX
+@pytest.mark.parametrize("name", [
+    "log/checkpoint_000004.pt", "log/metrics.csv", "data/text_train_000002.npy",
+    "data/text_val_000000.npy",
+])
+def test_a_file_that_cannot_be_read_is_the_systems_error_and_none_to_remove(
+        name, a_run, byte_data, tmp_path):
+    shutil.copytree(a_run, tmp_path / "log")
+    shutil.copytree(byte_data, tmp_path / "data")
+    make_unreadable(tmp_path / name)
+
+    result = run("--data", tmp_path / "data", *SHORT, "--out", tmp_path / "log", "--max_steps", 6,
+                 "--val_every", 2, code=1)
+
+    line = refused(lambda: result, tmp_path / name, "Input/output error", "the mount", failed=True)
+    assert "remove" not in line
+
+
+@LINUX
+def test_a_shard_that_cannot_be_read_any_more_ends_the_run_with_what_resumes(byte_data, tmp_path):
+    """It is read in the second epoch."""
+    data = shutil.copytree(byte_data, tmp_path / "data")
+    for name in ("text_train_000002.npy", "text_train_000003.npy"):
+        (data / name).unlink()
+    lose_it = functools.partial(make_unreadable, data / "text_train_000001.npy")
+
+    result = run("--data", data, *SHORT, "--out", tmp_path / "log", "--max_steps", 100,
+                 before=striking("step 5", call=lose_it), code=1)
+
+    refused(lambda: result, "text_train_000001.npy", "Input/output error", "checkpoint_0000",
+            failed=True)
+
+
+def test_the_error_of_a_run_is_told_where_what_resumes_cannot_be_found_out(tmp_path, monkeypatch):
+    def fail(path):
+        raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN), str(path))
+
+    def lose_the_disk():
+        with open_output(tmp_path):
+            monkeypatch.setattr(os, "listdir", fail)
+            raise RunError("the loss is nan")
+
+    line = refused(lose_the_disk, "the loss is nan", tmp_path, "not connected", failed=True)
+    assert "from the beginning" not in line
+
+
+def test_a_folder_that_has_lost_its_run_ends_the_ranks_that_torchrun_has_restarted(tmp_path):
+    store = dist.HashStore()                # in the place of torchrun's, which outlives a restart
+    lock_run(tmp_path / "log", store).close()
+    lock_run(tmp_path / "log", store).close()
+
+    shutil.rmtree(tmp_path / "log")
+    refused(lambda: lock_run(tmp_path / "log", store), tmp_path / "log", failed=True)
+    assert not (tmp_path / "log").exists()
+    lock_run(tmp_path / "log", dist.HashStore()).close()        # a job of its own
+    lock_run(tmp_path / "log", None).close()                    # without torchrun
+
+
+def test_torchruns_restart_does_not_begin_anew_in_a_folder_that_has_lost_its_run(
+        byte_data, tmp_path):
+    """As where the mount of --out has ended."""
+    env = site(tmp_path / "site", f"""
+import os, shutil, helpers
+def lose_the_folder_and_die():
+    shutil.rmtree({str(tmp_path / "log")!r})
+    os.kill(os.getpid(), 9)
+helpers.strike("step 3", call=lose_the_folder_and_die)""")
+    result = torchrun("--data", byte_data, *SHORT, "--out", tmp_path / "log", "--device", "cpu",
+                      options=["--standalone", "--nproc_per_node=1", "--max_restarts=1"], env=env)
+    assert result.returncode == 1
+    assert f"{tmp_path / 'log'} has lost" in result.stderr
+    assert not (tmp_path / "log").exists()
+
+
+def kill_bindfs(mount):
+    """bindfs has made itself a daemon: this looks for its mount in the command lines."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = path.read_bytes().split(b"\0")
+            if words[0] == b"bindfs" and os.fsencode(mount) in words:
+                os.kill(int(path.parent.name), signal.SIGKILL)
+
+
+@pytest.fixture
+def fuse(tmp_path):
+    """A folder, and bindfs, which shows it at `mount`."""
+    if not shutil.which("bindfs") or not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        pytest.skip("needs bindfs and /dev/fuse")
+    folder, mount = tmp_path / "folder", tmp_path / "mount"
+    folder.mkdir()
+    mount.mkdir()
+
+    def start():
+        mounted = subprocess.run(["bindfs", folder, mount], capture_output=True, text=True)
+        if mounted.returncode != 0:
+            pytest.skip(f"bindfs cannot mount here: {mounted.stderr}")
+
+    def unmount():
+        subprocess.run(["umount", "--lazy", mount], capture_output=True)
+
+    start()
+    yield SimpleNamespace(folder=folder, mount=mount, start=start, unmount=unmount)
+    unmount()
+
+
+@pytest.mark.parametrize("what", ["--out", "--data"])
+def test_a_run_whose_mount_dies_goes_on_when_it_is_back(what, fuse, byte_data, tmp_path):
+    flags = ["--max_steps", 40, "--checkpoint_every", 10, "--keep_checkpoints", 2]
+    paths = {"--data": byte_data, "--out": tmp_path / "log"}
+    paths[what] = fuse.mount / "x"
+    if what == "--data":
+        shutil.copytree(byte_data, fuse.folder / "x")
+    words = ["--data", paths["--data"], "--out", paths["--out"], *SHORT, *flags]
+    train("--data", byte_data, "--out", tmp_path / "whole", *SHORT, *flags)
+
+    kill = functools.partial(kill_bindfs, fuse.mount)
+
+    result = run(*words, before=striking("step 15", call=kill), code=1)
+    line = refused(lambda: result, fuse.mount, "not connected", failed=True)
+    assert "from the beginning" not in line
+    refused(lambda: run(*words, code=1), fuse.mount, "not connected", "the mount", failed=True)
+
+    fuse.unmount()
+    fuse.start()
+    run(*words)
+    same_end(paths["--out"], tmp_path / "whole")
 
 
 # ----------------------------------------------------------------------- how a run ends

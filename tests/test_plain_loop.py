@@ -8,7 +8,7 @@ import torch
 from helpers import logged, run, saved, train
 from torch.nn import functional as F
 
-import train_gpt2
+from config import Config
 from model import GPT, GPTConfig
 from recipes import fresh_model, load_model
 from runtime.dataloader import stable_permutation
@@ -156,7 +156,7 @@ STEPS = 12
 def modern_model(recipe):
     """Fresh, but for what begins at zero: with it most gradients would be zero at first."""
     torch.manual_seed(5)
-    model = fresh_model(train_gpt2.Config(
+    model = fresh_model(Config(
         recipe=recipe, n_layer=2, n_head=2, n_embd=32, block_size=LONG, vocab_size=256))
     for p in model.parameters():
         if not p.any():

@@ -6,21 +6,31 @@ from types import SimpleNamespace
 import matplotlib.figure
 import pytest
 from helpers import BYTES, ENV, ROOT, cold, logged, train
+from peers import metrics_of
 
-from runtime import plots
-from runtime.plots import draw, plot_run, short_count
+from config import Config
+from runtime.checkpoint import Start
+from runtime.output import Output
+from runtime.plots import plot_run, short_count
+from runtime.ranks import Process
 
 
-def make_rows(train=(), val=(), hella=()):
-    """Rows of a metrics.csv with these numbers, at steps of 100 tokens."""
+@pytest.fixture(autouse=True)
+def pictures(monkeypatch):
+    """In the tests of other files no run draws one: conftest.py."""
+    monkeypatch.setattr("runtime.output.plot_run", plot_run)
+
+
+def make_metrics(train=(), val=(), hella=()):
+    """The metrics of a run with these numbers, at steps of 100 tokens."""
     rows = []
     for step in range(max(len(train), len(val), len(hella))):
-        row = {"tokens": 100 * step, "train": None, "val": None, "hella": None}
-        for kind, numbers in (("train", train), ("val", val), ("hella", hella)):
+        row = {"tokens": 100 * step, "val_tokens": 640}
+        for column, numbers in (("train", train), ("val", val), ("hella", hella)):
             if step < len(numbers):
-                row[kind] = numbers[step]
+                row[column] = numbers[step]
         rows.append(row)
-    return rows
+    return metrics_of(rows)
 
 
 @pytest.fixture
@@ -50,9 +60,9 @@ def points(figure):
 
 def test_losses_and_hellaswag_are_drawn_against_tokens(tmp_path, figures):
     losses = [10.8, 9, 8, math.nan]
-    rows = make_rows(train=losses, val=[10.9, None, 7], hella=[0.25, None, None, 0.26])
+    metrics = make_metrics(train=losses, val=[10.9, None, 7], hella=[0.25, None, None, 0.26])
 
-    plot_run(rows, tmp_path / "loss.png", "a title")
+    plot_run(metrics, tmp_path / "loss.png", "a title")
 
     assert (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG"
     assert points(figures[0]) == {
@@ -64,7 +74,7 @@ def test_losses_and_hellaswag_are_drawn_against_tokens(tmp_path, figures):
 
 
 def test_losses_share_a_panel_and_both_axes_say_what_they_are(tmp_path, figures):
-    plot_run(make_rows(train=[10.8], val=[10.9], hella=[0.25]), tmp_path / "loss.png", "")
+    plot_run(make_metrics(train=[10.8], val=[10.9], hella=[0.25]), tmp_path / "loss.png", "")
 
     losses, hellaswag = figures[0].axes
     assert len(losses.lines) == 2
@@ -92,13 +102,13 @@ def test_tokens_are_told_in_thousands_millions_and_billions(n, text):
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("columns", [{"val": [5.0]}, {"hella": [0.0], "val": [math.inf]}], ids=str)
 def test_a_record_with_one_number_is_drawn(columns, tmp_path):
-    plot_run(make_rows(**columns), tmp_path / "loss.png", "")
+    plot_run(make_metrics(**columns), tmp_path / "loss.png", "")
     assert (tmp_path / "loss.png").exists()
 
 
 @pytest.mark.parametrize("columns", [{}, {"val": [math.nan]}, {"train": [None]}], ids=str)
 def test_a_record_without_numbers_is_not_drawn(columns, tmp_path):
-    plot_run(make_rows(**columns), tmp_path / "loss.png", "")
+    plot_run(make_metrics(**columns), tmp_path / "loss.png", "")
     assert not (tmp_path / "loss.png").exists()
 
 
@@ -106,27 +116,34 @@ def test_a_record_without_numbers_is_not_drawn(columns, tmp_path):
 
 @pytest.fixture
 def output(tmp_path):
-    """An Output, as far as a picture needs one."""
-    return SimpleNamespace(out=tmp_path, rows=make_rows(val=[5.0]), picture_due=0.0)
+    """An Output with one evaluation."""
+    output = Output(Config(out=str(tmp_path / "log")), Process(), lambda step: 100 * step)
+    output.open(Start())
+    output.add(0, val=5.0, val_tokens=640)
+    with output:
+        yield output
 
 
 @pytest.fixture
 def now(monkeypatch):
     """A clock: `now.time` is what it shows."""
     clock = SimpleNamespace(time=1000.0)
-    monkeypatch.setattr(plots.time, "monotonic", lambda: clock.time)
+    monkeypatch.setattr("runtime.output.time.monotonic", lambda: clock.time)
     return clock
 
 
 def test_a_picture_is_drawn_at_most_once_a_minute_and_at_the_end(output, now, monkeypatch):
+    def note(metrics, path, title):
+        drawn.append((now.time, path))
+
     drawn = []
-    monkeypatch.setattr(plots, "plot_run", lambda rows, path, title: drawn.append((now.time, path)))
+    monkeypatch.setattr("runtime.output.plot_run", note)
 
     for seconds in (1000.0, 1030.0, 1059.0, 1061.0):
         now.time = seconds
-        draw(output, "", last=False)
+        output.draw_losses(last=False)
     now.time = 1100.0
-    draw(output, "", last=True)
+    output.draw_losses(last=True)
 
     path = output.out / "loss.png"
     assert drawn == [(1000.0, path), (1061.0, path), (1100.0, path)]
@@ -135,14 +152,14 @@ def test_a_picture_is_drawn_at_most_once_a_minute_and_at_the_end(output, now, mo
 def test_a_picture_that_fails_is_a_warning_and_is_tried_again(output, now, monkeypatch, capsys):
     failures = []
 
-    def fail(rows, path, title):
+    def fail(metrics, path, title):
         failures.append(path)
         raise OverflowError("too many ticks")
 
-    monkeypatch.setattr(plots, "plot_run", fail)
+    monkeypatch.setattr("runtime.output.plot_run", fail)
     for seconds in (1000.0, 1061.0):
         now.time = seconds
-        draw(output, "", last=False)
+        output.draw_losses(last=False)
 
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == len(failures) == 2
@@ -156,10 +173,10 @@ def test_without_matplotlib_it_is_one_warning_that_names_the_package(
     output, now, monkeypatch, capsys
 ):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    draw(output, "", last=False)
+    output.draw_losses(last=False)
     now.time = 1061.0
-    draw(output, "", last=False)
-    draw(output, "", last=True)
+    output.draw_losses(last=False)
+    output.draw_losses(last=True)
 
     [line] = capsys.readouterr().err.splitlines()
     assert "matplotlib" in line
@@ -182,9 +199,10 @@ def test_the_last_picture_has_the_whole_run_after_a_resume_too(
         assert curves["validation loss"][-1] == [256 * steps, logged(tmp_path, "val")[steps]]
 
 
-def test_a_run_without_evaluations_has_no_picture(byte_data, tmp_path, figures):
+def test_a_run_without_evaluations_has_a_picture_at_its_end(byte_data, tmp_path, figures):
     train("--data", byte_data, *BYTES, "--max_steps", 2, "--val_every", 0, "--out", tmp_path)
-    assert figures == []
+    [figure] = figures
+    assert points(figure).keys() == {"training loss"}
 
 
 def test_a_run_goes_on_without_matplotlib(byte_data, tmp_path, monkeypatch, capsys):
@@ -200,8 +218,11 @@ DRAW = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
+from runtime.metrics import Metrics
 from runtime.plots import plot_run
-plot_run([{"tokens": 0, "train": 5.0, "val": None, "hella": None}], Path(sys.argv[2]), "")
+metrics = Metrics()
+metrics.add_line("0,0,0,5.0,,,,,,")
+plot_run(metrics, Path(sys.argv[2]), "")
 """
 
 
@@ -220,7 +241,7 @@ def test_a_picture_needs_no_home_and_says_nothing(tmp_path):
 
 def test_a_picture_takes_the_place_of_the_one_before_when_it_is_whole(tmp_path, monkeypatch):
     path = tmp_path / "loss.png"
-    plot_run(make_rows(train=[3, 2]), path, "")
+    plot_run(make_metrics(train=[3, 2]), path, "")
     before = path.read_bytes()
     savefig = matplotlib.figure.Figure.savefig
     while_drawn = []
@@ -230,6 +251,6 @@ def test_a_picture_takes_the_place_of_the_one_before_when_it_is_whole(tmp_path, 
         while_drawn.append(path.read_bytes())
 
     monkeypatch.setattr(matplotlib.figure.Figure, "savefig", noted_savefig)
-    plot_run(make_rows(train=[3, 2, 1]), path, "")
+    plot_run(make_metrics(train=[3, 2, 1]), path, "")
     assert while_drawn == [before]
     assert path.read_bytes() != before

@@ -1,4 +1,5 @@
 """runtime/ranks.py: what is printed, what ranks agree on, and how torchrun is understood."""
+import errno
 import json
 import os
 import signal
@@ -12,9 +13,9 @@ from helpers import BYTES, logged, on_ranks, train
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import train_gpt2
-from runtime import ranks
+from runtime import network
 from runtime.cli import RunError, UserError, exit_code
-from runtime.ranks import Process, ddp_options, read_process, say_who_is_missing
+from runtime.ranks import Process, ddp_options, read_process, warn_without_torchrun
 
 VARIABLES = (
     "WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
@@ -156,6 +157,11 @@ def test_what_the_system_refuses_to_one_rank_ends_all():
         OneOfTwo(0, None).on_all_ranks(fail, PermissionError(13, "Permission denied", "private"))
 
 
+def test_a_disk_that_fails_under_one_rank_ends_all_as_a_failure_of_the_system():
+    with pytest.raises(RunError, match="a.npy"):
+        OneOfTwo(0, None).on_all_ranks(fail, OSError(errno.EIO, "Input/output error", "a.npy"))
+
+
 def test_rank_0_fills_the_caches_before_the_others_look():
     calls = []
 
@@ -217,7 +223,7 @@ def test_a_signal_leaves_a_note_and_one_line(name, handlers, capfd):
 
     signal.raise_signal(signal.Signals[name])
 
-    assert process.received == name
+    assert process.signal == name
     assert process.stop_requested()
     assert capfd.readouterr().err == f"{name}: stopping\n"
 
@@ -228,7 +234,7 @@ def test_one_of_several_ranks_does_not_stop_by_itself_and_rank_0_alone_says_so(h
     signal.raise_signal(signal.SIGTERM)
     signal.raise_signal(signal.SIGTERM)         # torchrun passes it on a second time
 
-    assert process.received == "SIGTERM"
+    assert process.signal == "SIGTERM"
     assert not process.stop_requested()
     assert capfd.readouterr().err == ""
 
@@ -241,7 +247,7 @@ def test_a_signal_that_is_ignored_stays_so(handlers):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_bar_passes_on_what_it_counts(rank):
-    assert list(Process(rank=rank).progress("validation", range(5))) == [0, 1, 2, 3, 4]
+    assert list(Process(rank=rank).until_stopped("validation", range(5))) == [0, 1, 2, 3, 4]
 
 
 # ----------------------------------------------------------------------- torchrun's variables
@@ -330,7 +336,7 @@ def test_a_rank_among_the_flags_is_ignored(flags):
 
 def test_who_waits_without_torchrun_says_for_how_many_and_where(environment, capsys):
     environment("WORLD_SIZE=4 RANK=2 MASTER_ADDR=10.0.0.7 MASTER_PORT=29500")
-    say_who_is_missing(read_process())
+    warn_without_torchrun(read_process())
 
     line = capsys.readouterr().err
     assert line.count("\n") == 1
@@ -340,7 +346,7 @@ def test_who_waits_without_torchrun_says_for_how_many_and_where(environment, cap
 
 def test_ranks_that_torchrun_has_started_wait_in_silence(environment, capsys):
     environment("WORLD_SIZE=4 RANK=2 TORCHELASTIC_RUN_ID=none")
-    say_who_is_missing(read_process())
+    warn_without_torchrun(read_process())
     assert capsys.readouterr().err == ""
 
 
@@ -361,7 +367,8 @@ def test_the_line_comes_before_the_wait(environment, monkeypatch, capsys):
 def test_ranks_wait_an_hour_for_what_rank_0_downloads(environment, monkeypatch):
     given = {}
     environment("WORLD_SIZE=2 RANK=1 TORCHELASTIC_RUN_ID=none")
-    monkeypatch.setattr(ranks, "shared_store", lambda timeout: None)
+    monkeypatch.setattr(network, "shared_store", lambda process, timeout: None)
+    monkeypatch.setattr(network, "watch_machines", lambda process: None)
     monkeypatch.setattr(
         torch.distributed, "init_process_group", lambda backend, **options: given.update(options))
 
@@ -373,14 +380,16 @@ def test_ranks_wait_an_hour_for_what_rank_0_downloads(environment, monkeypatch):
 # ----------------------------------------------------------------------- DDP
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:1"])
-def test_ddp_has_no_second_copy_of_gradients_and_sends_no_buffers(device):
+def test_ddp_sends_no_buffers_and_gpus_do_not_wait_an_hour_in_a_step(device, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "new_group", lambda timeout: timeout)
     options = ddp_options(Process(device=device, world_size=2))
 
-    assert options["gradient_as_bucket_view"] is True
     if device == "cuda:1":
         assert options["device_ids"] == ["cuda:1"]
+        assert options["process_group"] == timedelta(minutes=10)
     else:
         assert "device_ids" not in options
+        assert "process_group" not in options
     buffers = options.get("broadcast_buffers", options.get("forward_sync_buffers"))
     assert buffers is False
     assert options.keys() <= signature(DDP).parameters.keys()

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import sys
-from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -31,11 +30,11 @@ from helpers import (
     train,
 )
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import train_gpt2
 from model import LanguageModel
-from recipes import MODELS
-from runtime import ranks
+from recipes import RECIPES
 from runtime.shards import write_shard
 
 pytest.importorskip("fcntl")                # Windows has no such kills
@@ -55,13 +54,19 @@ def data(byte_data, tmp_path_factory):
     return folder
 
 
+# The same for three processes: of two numbers the sum has one order only, and two processes would
+# not show that ranks add in another order.
+RUN_OF_THREE = [*RUN, "--total_batch_size", 384, "--batch_size", 2]
+
+
 @pytest.fixture(scope="module")
 def whole(data, tmp_path_factory):
-    """whole(recipe, processes) is the folder of a run that nobody disturbs."""
+    """whole(recipe, processes) is the folder of a run, of 1 or 3, that nobody disturbs."""
     @functools.cache
     def make(recipe="gpt2", processes=1):
+        flags = RUN if processes == 1 else RUN_OF_THREE
         out = tmp_path_factory.mktemp("whole") / "log"
-        run("--data", data, *RUN, "--recipe", recipe, "--out", out, processes=processes)
+        run("--data", data, *flags, "--recipe", recipe, "--out", out, processes=processes)
         return out
     return make
 
@@ -74,7 +79,7 @@ KILLS = [(2, 0, "SIGKILL"), (8, 1, "SIGTERM"), (10, 0, "SIGKILL"), (17, 1, "SIGT
          (22, 1, "SIGKILL")]
 
 
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_killed_before_five_micro_batches_a_run_ends_bit_for_bit_as_one_that_was_not(
         recipe, data, whole, tmp_path):
     flags = ["--data", data, *RUN, "--recipe", recipe, "--out", tmp_path]
@@ -99,19 +104,49 @@ def test_a_run_that_is_done_takes_its_flags_from_its_checkpoint_and_does_nothing
     same_end(out, whole(), 24)
 
 
-@pytest.mark.parametrize("recipe", MODELS)
-def test_two_processes_that_were_killed_end_bit_for_bit_as_two_that_were_not(
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_three_processes_that_were_killed_end_bit_for_bit_as_three_that_were_not(
         recipe, data, whole, tmp_path):
-    flags = ["--data", data, *RUN, "--recipe", recipe, "--out", tmp_path]
-    kill_both = striking("step 8", "SIGKILL", rank=0) + striking("step 8", "SIGKILL", rank=1)
-    run(*flags, "--shard_optimizer", processes=2, before=kill_both, code=-9)
+    flags = ["--data", data, *RUN_OF_THREE, "--recipe", recipe, "--out", tmp_path]
+    kill_all = []
+    for rank in range(3):
+        kill_all += striking("step 8", "SIGKILL", rank=rank)
+    run(*flags, "--shard_optimizer", processes=3, before=kill_all, code=-9)
     assert newest(tmp_path) == 6
 
     # Several processes finish the step in which the signal came.
-    run(*flags, processes=2, before=striking("step 15", "SIGTERM", rank=1))
+    run(*flags, processes=3, before=striking("step 15", "SIGTERM", rank=1))
     assert newest(tmp_path) == 16
-    run(*flags, "--shard_optimizer", processes=2)
-    same_end(tmp_path, whole(recipe, processes=2), 24)
+    run(*flags, "--shard_optimizer", processes=3)
+    same_end(tmp_path, whole(recipe, processes=3), 24)
+
+
+def round_otherwise():
+    """For `before`: processes other than 0 round the weights and moments of each step otherwise."""
+    @torch.no_grad()
+    def after_step(optimizer, args, kwargs):
+        if dist.get_rank() == 0:
+            return
+        for p, state in optimizer.state.items():
+            for tensor in (p, *state.values()):
+                tensor.mul_(1 + 1e-6)
+
+    register_optimizer_step_post_hook(after_step)
+
+
+def test_processes_that_round_otherwise_go_on_and_resume_with_the_weights_of_the_first(
+        data, tmp_path):
+    flags = ["--data", data, *RUN_OF_THREE]
+    text = run(*flags, "--out", tmp_path / "whole", processes=3, before=[round_otherwise]).stdout
+    assert text.count("round differently") == 1
+
+    kill_all = []
+    for rank in range(3):
+        kill_all += striking("step 8", "SIGKILL", rank=rank)
+    flags += ["--out", tmp_path / "killed"]
+    run(*flags, processes=3, before=[round_otherwise, *kill_all], code=-9)
+    run(*flags, processes=3, before=[round_otherwise])
+    same_end(tmp_path / "killed", tmp_path / "whole", 24)
 
 
 TWELVE_STEPS = [*BYTES, "--max_steps", 12, "--val_every", 6, "--checkpoint_every", 4]
@@ -144,13 +179,13 @@ def test_killed_in_an_atomic_write_a_run_ends_bit_for_bit_as_one_that_was_not(
 
 def test_torchrun_brings_back_a_run_of_which_a_rank_is_killed(data, whole, tmp_path):
     """It begins with --resume PATH, and after the kill goes on with its own newest checkpoint."""
-    expected = whole(processes=2)
+    expected = whole(processes=3)
     env = site(tmp_path / "site", "import helpers\nhelpers.draw_no_pictures()\n"
                                   "helpers.strike('step 23', 'SIGKILL', rank=1)")
 
-    done = torchrun("--data", data, *RUN, "--shard_optimizer", "--checkpoint_every", 4,
+    done = torchrun("--data", data, *RUN_OF_THREE, "--shard_optimizer", "--checkpoint_every", 4,
                     "--out", tmp_path / "log", "--resume", expected / "checkpoint_000018.pt",
-                    options=["--standalone", "--nproc_per_node=2", "--max_restarts=1"], env=env)
+                    options=["--standalone", "--nproc_per_node=3", "--max_restarts=1"], env=env)
 
     assert done.returncode == 0, done.stderr
     began = re.findall(r"resuming from (\S+) at step", done.stdout)
@@ -167,36 +202,20 @@ def test_torchrun_brings_back_a_run_of_which_a_rank_is_killed(data, whole, tmp_p
 def test_when_torchrun_is_killed_its_ranks_save_and_end(data, whole, tmp_path):
     env = site(tmp_path / "site", "import helpers\nhelpers.draw_no_pictures()\n"
                                   "helpers.strike('step 8', call=helpers.kill_parent)")
-    flags = ["--data", data, *RUN, "--out", tmp_path / "log"]
-    killed = torchrun(*flags, env=env)          # waits until the ranks have closed stdout, too
+    flags = ["--data", data, *RUN_OF_THREE, "--out", tmp_path / "log"]
+    # It waits until the ranks have closed stdout, too.
+    killed = torchrun(*flags, options=["--standalone", "--nproc_per_node=3"], env=env)
 
     assert killed.returncode == -9
     assert "stopped by SIGTERM" in killed.stdout
     assert newest(tmp_path / "log") == 9        # they finish the step in which the signal came
-    run(*flags, processes=2)
-    same_end(tmp_path / "log", whole(processes=2), 24)
-
-
-def test_ranks_that_torchrun_starts_again_do_not_read_the_addresses_of_the_dead(monkeypatch):
-    """torchrun's store outlives a restart, and still has what the dead processes wrote."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "RANK": "0", "WORLD_SIZE": "2",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-
-    for restarts in ("0", "1"):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
-        of_this_start = ranks.shared_store(timedelta(seconds=20))
-        assert not of_this_start.check(["address"])
-        of_this_start.set("address", "of a process that dies")
+    run(*flags, processes=3)
+    same_end(tmp_path / "log", whole(processes=3), 24)
 
 
 # ----------------------------------------------------------------------- more processes, more steps
 
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_a_run_goes_on_with_other_processes_and_micro_batches_as_it_would_have_gone(
         recipe, data, whole, tmp_path):
     flags = ["--data", data, *RUN, "--recipe", recipe, "--out", tmp_path]
@@ -285,8 +304,8 @@ def test_the_rate_of_a_run_that_is_made_longer_follows_its_share_of_the_tokens(l
 # ----------------------------------------------------------------------- two machines
 
 def have_bfloat16_on_rank_1():
-    from runtime import device
-    device.cpu_has_bfloat16 = lambda: os.environ["RANK"] == "1"
+    from runtime import hardware
+    hardware.cpu_has_bfloat16 = lambda: os.environ["RANK"] == "1"
 
 
 @pytest.fixture

@@ -1,13 +1,26 @@
 """runtime/shards.py: what is written, what is read, and what is no shard."""
+import errno
 import json
+import mmap
+import os
 
 import numpy as np
 import pytest
 
-from runtime.cli import UserError
-from runtime.dataloader import open_data
+from config import Config
+from runtime import shards
+from runtime.cli import RunError, UserError
+from runtime.dataloader import TokenDataset, open_data
 from runtime.shards import (
-    list_shards, open_shard, read_shard, shard_names, unfinished, write_parts, write_shard)
+    count_tokens,
+    list_shards,
+    manifest_to_continue,
+    read_shard,
+    shard_names,
+    unfinished,
+    write_parts,
+    write_shard,
+)
 
 TOKENS = np.arange(100, dtype=np.uint16)
 
@@ -19,7 +32,7 @@ def test_a_shard_is_written_as_its_tokens_come_in_either_format(name, tmp_path):
     parts = [TOKENS[:5], TOKENS[5:6], TOKENS[6:6], TOKENS[6::3]]
     expected = np.concatenate(parts)
     write_parts(tmp_path / name, len(expected), iter(parts))
-    assert open_shard(tmp_path / name).tolist() == expected.tolist()
+    assert count_tokens(tmp_path / name) == len(expected)
     assert read_shard(tmp_path / name).tolist() == expected.tolist()
 
 
@@ -47,27 +60,13 @@ def test_nanogpts_two_files_are_the_shards_of_their_folder(tmp_path):
     write_nanogpt(tmp_path)
     for split, tokens in (("train", TOKENS), ("val", TOKENS[:20])):
         [path] = list_shards(tmp_path, split)
-        assert open_shard(path).tolist() == tokens.tolist()
+        assert count_tokens(path) == len(tokens)
         assert read_shard(path).tolist() == tokens.tolist()
-
-
-class Config:
-    """What open_data reads of a training run's flags."""
-    overfit = False
-    seed = 1
-    shuffle = True
-    sequence_length = 9
-    val_every = 1
-    val_tokens = 18
-    vocab_size = 50304
-
-    def __init__(self, data):
-        self.data = data
 
 
 def test_nanogpts_two_files_are_trained_on(tmp_path):
     write_nanogpt(tmp_path)
-    data = open_data(Config(tmp_path))
+    data = open_data(Config(data=tmp_path, sequence_length=9))
     assert data.train.total == 11
     assert data.val.read(0, 1).tolist() == [TOKENS[:10].tolist()]
 
@@ -76,7 +75,7 @@ def test_a_token_of_nanogpts_files_above_the_vocabulary_is_refused(tmp_path):
     write_nanogpt(tmp_path)
     np.array([50257] * 30, dtype=np.uint16).tofile(tmp_path / "train.bin")
     with pytest.raises(UserError, match="train.bin.*50257"):
-        open_data(Config(tmp_path))
+        open_data(Config(data=tmp_path, sequence_length=9))
 
 
 # ------------------------------------------------------------------------- names
@@ -115,13 +114,13 @@ def test_a_shard_that_is_cut_off_is_refused(name, length, tmp_path):
     write_shard(path, TOKENS)
     path.write_bytes(path.read_bytes()[:length])
     with pytest.raises(UserError, match=name):
-        open_shard(path)
+        read_shard(path)
 
 
 def test_a_bin_of_nanogpt_with_half_a_token_is_refused(tmp_path):
     (tmp_path / "train.bin").write_bytes(b"\1\0\2")
     with pytest.raises(UserError, match="train.bin"):
-        open_shard(tmp_path / "train.bin")
+        read_shard(tmp_path / "train.bin")
 
 
 @pytest.mark.parametrize("array", [
@@ -129,27 +128,28 @@ def test_a_bin_of_nanogpt_with_half_a_token_is_refused(tmp_path):
 def test_an_array_that_is_no_tokens_is_refused(array, tmp_path):
     np.save(tmp_path / "x_train_000001.npy", array)
     with pytest.raises(UserError, match="x_train_000001.npy"):
-        open_shard(tmp_path / "x_train_000001.npy")
+        read_shard(tmp_path / "x_train_000001.npy")
 
 
 def test_objects_in_a_npy_are_not_loaded(tmp_path):
     np.save(tmp_path / "x_train_000001.npy", np.array([{"a": 1}]), allow_pickle=True)
     with pytest.raises(UserError, match="x_train_000001.npy"):
-        open_shard(tmp_path / "x_train_000001.npy")
+        read_shard(tmp_path / "x_train_000001.npy")
 
 
-@pytest.mark.parametrize("data, word", [
-    (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
-    (b"\x1f\x8b and more", "gunzip"), (TOKENS.tobytes(), "OLMo")])
-def test_a_file_of_another_kind_is_told_by_its_first_bytes(data, word, tmp_path):
+@pytest.mark.parametrize("data", [
+    b"version https://git-lfs.github.com/spec/v1\n",
+    TOKENS.tobytes(),                               # without a header, as OLMo's tokens are
+])
+def test_a_file_of_another_kind_is_refused(data, tmp_path):
     (tmp_path / "x_train_000001.npy").write_bytes(data)
-    with pytest.raises(UserError, match=word):
-        open_shard(tmp_path / "x_train_000001.npy")
+    with pytest.raises(UserError, match="x_train_000001.npy"):
+        read_shard(tmp_path / "x_train_000001.npy")
 
 
 def test_a_shard_that_is_gone_is_an_error_that_names_it(tmp_path):
     with pytest.raises((FileNotFoundError, UserError), match="x_train_000001.npy"):
-        open_shard(tmp_path / "x_train_000001.npy")
+        read_shard(tmp_path / "x_train_000001.npy")
 
 
 # ------------------------------------------------------------------------- an unfinished folder
@@ -187,4 +187,71 @@ def test_a_shard_that_is_longer_than_its_header_says_is_refused(name, tmp_path):
     write_shard(path, TOKENS)
     path.write_bytes(path.read_bytes() + b"\1\0")
     with pytest.raises(UserError, match=name):
-        open_shard(path)
+        read_shard(path)
+
+
+# ------------------------------------------------------------------------- disks that go away
+
+FORMATS = pytest.mark.parametrize("name", ["x_train_000001.npy", "x_train_000001.bin"])
+
+
+@pytest.mark.parametrize("first, count, expected", [
+    (0, 5, TOKENS[:5]), (3, 4, TOKENS[3:7]), (98, 50, TOKENS[98:]), (100, 5, []),
+    (90, None, TOKENS[90:]),
+])
+@FORMATS
+def test_a_part_of_a_shard_is_read(name, first, count, expected, tmp_path):
+    write_shard(tmp_path / name, TOKENS)
+    assert read_shard(tmp_path / name, first, count).tolist() == list(expected)
+
+
+@FORMATS
+def test_a_shard_is_read_where_files_cannot_be_mapped(name, tmp_path, monkeypatch):
+    """As on FUSE with direct I/O. And where the disk goes away a map would be a SIGBUS."""
+    def no_map(*arguments, **options):
+        raise OSError(errno.ENODEV, "No such device")
+
+    write_shard(tmp_path / name, TOKENS)
+    monkeypatch.setattr(mmap, "mmap", no_map)
+    dataset = TokenDataset([tmp_path / name], 9)
+    assert dataset.read(0, 1).tolist() == [TOKENS[:10].tolist()]
+    assert count_tokens(tmp_path / name) == 100
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="needs /proc/self/mem")
+@FORMATS
+def test_a_shard_that_cannot_be_read_is_not_called_damaged(name, tmp_path):
+    (tmp_path / name).symlink_to("/proc/self/mem")
+    with pytest.raises(OSError) as error:
+        read_shard(tmp_path / name)
+    assert error.value.errno == errno.EIO
+    assert error.value.filename == str(tmp_path / name)
+
+
+def test_a_shard_that_becomes_shorter_while_it_is_read_is_refused(tmp_path, monkeypatch):
+    """np.fromfile would return fewer tokens."""
+    write_shard(tmp_path / "x_train_000001.npy", TOKENS)
+    monkeypatch.setattr(shards, "find_tokens", lambda file: (128, 101))
+    with pytest.raises(UserError, match="x_train_000001.npy"):
+        read_shard(tmp_path / "x_train_000001.npy")
+
+
+def test_a_shard_that_was_listed_and_is_not_there_is_the_disks_failure(tmp_path):
+    with pytest.raises(RunError, match="x_train_000001.npy.*the mount"):
+        TokenDataset([tmp_path / "x_train_000001.npy"], 9)
+
+
+def test_a_folder_of_shards_that_has_lost_its_manifest_says_so(tmp_path):
+    write_shard(tmp_path / "x_train_000001.npy", TOKENS)
+    with pytest.raises(UserError, match=rf"{tmp_path}.*manifest\.json is missing"):
+        manifest_to_continue(tmp_path, {"version": 5})
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="needs /proc/self/mem")
+def test_a_manifest_that_cannot_be_read_is_not_called_damaged(tmp_path):
+    write_shard(tmp_path / "x_train_000001.npy", TOKENS)
+    (tmp_path / "manifest.json").symlink_to("/proc/self/mem")
+    for read in (lambda: unfinished(tmp_path), lambda: manifest_to_continue(tmp_path, {"a": 1})):
+        with pytest.raises(OSError) as error:
+            read()
+        assert error.value.filename == str(tmp_path / "manifest.json")

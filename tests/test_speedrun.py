@@ -10,7 +10,7 @@ from peers import double_precision, make_model, own_checkpoint, plain_modern, sa
 
 import hellaswag
 import sample
-from recipes import MODELS, load_model
+from recipes import RECIPES, load_model
 from runtime.shards import write_shard
 from runtime.tokenizer import EOT, VOCAB_SIZE, encode
 from speedrun import SpeedrunGPT, muon_momentum, rotary_tables, trapezoid
@@ -22,7 +22,7 @@ SOFTCAPS = {"speedrun": 30, "frontier": 15}
 def trained(recipe, **shape):
     """With random weights as after training: in a new model all branches are zero."""
     shape = {"n_layer": 3, "n_embd": 32} | shape
-    return make_model(cls=MODELS[recipe], spread=0.1, **shape)
+    return make_model(cls=RECIPES[recipe].model, spread=0.1, **shape)
 
 
 # ----------------------------------------------------------------------- the models

@@ -21,7 +21,8 @@ from peers import (
     transformers_model,
 )
 
-from model import GPT, GPT2_SIZES
+from model import GPT
+from presets import GPT2_SIZES
 from recipes import load_model
 from runtime.cli import UserError
 from runtime.metrics import HEADER
@@ -242,16 +243,17 @@ def test_a_gpt2_that_our_code_does_not_compute_is_refused(key, value, exported, 
 @pytest.fixture
 def a_run(tmp_path):
     """A run's folder, and its models by step. Step 10 had no validation, 999,999 the best one."""
-    models = {step: make_model(seed=step) for step in (2, 10, 999_999, 1_000_000)}
+    models = {step: make_model(seed=step) for step in (1, 2, 10, 999_999, 1_000_000)}
     for step, model in models.items():
         save(tmp_path / f"checkpoint_{step:06d}.pt", own_checkpoint(model))
 
     rows = [
-        "2,0,0,5,4.0,,,,",
-        "3,0,0,5,1.0,,,,",              # has no checkpoint any more
-        "10,0,0,5,,,,,",
-        "999999,0,0,5,3.0,,,,",
-        "1000000,0,0,,3.5,,,,",
+        "1,0,0,5,0.5,,,,,8",            # on other tokens than the later ones
+        "2,0,0,5,4.0,,,,,32",
+        "3,0,0,5,1.0,,,,,32",           # has no checkpoint any more
+        "10,0,0,5,,,,,,",
+        "999999,0,0,5,3.0,,,,,32",
+        "1000000,0,0,,3.5,,,,,32",
     ]
     (tmp_path / "metrics.csv").write_text("\n".join([HEADER, *rows]) + "\n")
     return tmp_path, models
@@ -273,7 +275,7 @@ def test_best_means_the_checkpoint_of_the_lowest_validation_loss(a_run, monkeypa
     assert_same_weights(load_model("best"), models[999_999])
 
 
-@pytest.mark.parametrize("metrics", ["", f"{HEADER}\n3,0,0,5,1.0,,,,\n", f"{HEADER}\na note\n"])
+@pytest.mark.parametrize("metrics", ["", f"{HEADER}\n3,0,0,5,1.0,,,,,32\n", f"{HEADER}\na note\n"])
 def test_without_a_validated_checkpoint_there_is_no_best(metrics, a_run):
     folder, models = a_run
     (folder / "metrics.csv").write_text(metrics)

@@ -56,7 +56,7 @@ def write_documents(path, documents):
     path = Path(path)
     if path.suffix == ".parquet":
         table = pyarrow.table({"id": range(len(documents)), "text": documents})
-        pyarrow.parquet.write_table(table, path, row_group_size=40)
+        pyarrow.parquet.write_table(table, path, row_group_size=40, write_page_checksum=True)
     elif path.suffix == ".csv":
         with open(path, "w", encoding="utf-8", newline="") as file:
             rows = csv.writer(file)

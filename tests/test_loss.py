@@ -1,4 +1,4 @@
-"""runtime/kernels.py: products of few rows are F.linear's, and chunks of the loss its whole."""
+"""runtime/loss.py: the loss and its gradients in chunks of tokens are those of all at once."""
 import pytest
 import torch
 import torch.nn.functional as F
@@ -6,47 +6,7 @@ from peers import LargestStorage, tokens
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import GPT, GPTConfig
-from runtime import kernels
-from runtime.kernels import chunked_cross_entropy, linear
-
-
-@pytest.mark.parametrize("threads", [1, 2, 5])
-@pytest.mark.parametrize("n_out", [1, 3, 64, 127])      # also fewer than threads, and a prime
-@pytest.mark.parametrize("shape", [(1, 1, 48), (4, 48), (33, 48)])
-@torch.no_grad()
-def test_linear_is_torchs_linear_layer(shape, n_out, threads, monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    torch.manual_seed(0)
-    x = torch.randn(shape)
-    weight = torch.randn(n_out, 48)
-    bias = torch.randn(n_out)
-
-    torch.testing.assert_close(linear(x, weight), F.linear(x, weight))
-    torch.testing.assert_close(linear(x, weight, bias), F.linear(x, weight, bias))
-
-
-@torch.no_grad()
-def test_linear_takes_a_weight_that_is_stored_transposed():
-    torch.manual_seed(0)
-    x = torch.randn(2, 48)
-    weight = torch.randn(48, 64).t()
-    torch.testing.assert_close(linear(x, weight), F.linear(x, weight))
-
-
-@torch.no_grad()
-def test_a_product_of_few_rows_is_shared_by_the_cores_of_a_cpu(monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    parts = []
-    bmm = torch.bmm
-
-    def bmm_and_remember(x, weights):
-        parts.append(weights.size(0))
-        return bmm(x, weights)
-
-    monkeypatch.setattr(torch, "bmm", bmm_and_remember)
-    linear(torch.randn(32, 48), torch.randn(64, 48))
-    linear(torch.randn(33, 48), torch.randn(64, 48))        # these are no longer few
-    assert parts == [2]
+from runtime.loss import chunked_cross_entropy, cross_entropy_in_place
 
 
 def plain_loss(x, weight, targets, softcap):
@@ -96,13 +56,12 @@ def test_the_loss_is_computed_for_rows_that_fit_into_the_cache_of_a_core(monkeyp
     """7 rows of 50,304 numbers in float32 take 1.4 MB."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     rows = []
-    cross_entropy = kernels.cross_entropy_in_place
 
     def noted_cross_entropy(logits, *more):
         rows.append(len(logits))
-        return cross_entropy(logits, *more)
+        return cross_entropy_in_place(logits, *more)
 
-    monkeypatch.setattr(kernels, "cross_entropy_in_place", noted_cross_entropy)
+    monkeypatch.setattr("runtime.loss.cross_entropy_in_place", noted_cross_entropy)
     weight = torch.randn(50304, 4)
     chunked_cross_entropy(torch.randn(20, 4), weight, torch.arange(20), 16, 0.0)
     assert rows == [7, 7, 2, 4]

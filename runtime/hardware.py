@@ -2,6 +2,7 @@
 import contextlib
 import ctypes
 import functools
+import logging
 import os
 import platform
 import re
@@ -9,7 +10,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -91,14 +91,17 @@ def choose_dtype(name: str, device: str) -> str:
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return "bfloat16"
         return "float16"
-    if device == "cpu" and cpu_has_bfloat16():
+    # On ARM torch's products in bfloat16 round between blocks of 512 terms (docs/running.md).
+    if device == "cpu" and cpu_has_bfloat16() and platform.machine() in ("x86_64", "AMD64"):
         return "bfloat16"
     return "float32"
 
 
 def cpu_has_bfloat16() -> bool:
+    """Whether torch computes products in bfloat16 by instructions of this CPU."""
     features = torch.cpu.get_capabilities()
-    return bool(features.get("avx512_bf16") or features.get("amx_bf16"))
+    names = ("avx512_bf16", "amx_bf16", "bf16")             # the last one is ARM's
+    return any(features.get(name) for name in names)
 
 
 # ----------------------------------------------------------------------------- memory
@@ -143,20 +146,14 @@ def memory_errors(device: str):
 
 
 def most_sequences_that_fit(config, model: torch.nn.Module, device: str, reserved: int) -> int:
-    """An upper bound of the sequences of a micro-step that fit into a GPU's free memory.
+    """An estimate of the sequences of a micro-step that fit into a GPU's free memory.
 
-    The numbers below were counted for compiled models. An eager model takes up to three times as
-    much: then the trial fails, and the micro-batch is halved. `reserved` bytes have to stay free.
+    It is that of a compiled model. An eager one takes up to three times as much: then the trial
+    fails, and the micro-batch is halved. `reserved` bytes have to stay free.
     """
-    # For its backward a block keeps these vectors of width n_embd for each token: its input,
-    # the first norm, q, k, v, the output of attention, the residual stream, the second norm;
-    # and 4 of the hidden layer, whose GELU is computed again. The rest are sums of the norms
-    # and of attention.
-    vectors = 12.2
-    if config.recipe != "gpt2":
-        vectors = 20.1          # counted with tests/null_gpu for speedrun; frontier's are 20.4
+    vectors = model.kept_vectors
     if config.recompute:
-        vectors = 1             # the input alone
+        vectors = 1             # of each block the input alone
 
     # A token has one row of logits, too; their gradient takes their place.
     numbers = config.vocab_size + config.n_layer * vectors * config.n_embd
@@ -172,28 +169,18 @@ def most_sequences_that_fit(config, model: torch.nn.Module, device: str, reserve
     return max(1, int((free - others - reserved) / bytes_of_sequence))
 
 
-def time_micro_step(state, T: int, device: str, reserved: int, B: int) -> float:
+def time_micro_step(state, T: int, device: str, B: int, reserved: int = 0) -> float:
     """Seconds of a forward and backward of B sequences of T tokens, after a first that may compile.
 
     `state`: train_gpt2.TrainState. Its weights do not change; its gradients are removed. `reserved`
     bytes of memory are in use meanwhile.
     """
     block = torch.empty(reserved, dtype=torch.uint8, device=device)
-
-    # Two tensors, as in a step: for one that is both, torch.compile would make another graph.
-    x = torch.zeros(B, T, dtype=torch.int64, device=device)
-    y = torch.zeros(B, T, dtype=torch.int64, device=device)
-
-    if isinstance(state.ddp_model, DDP):
-        # A rank that runs out of memory must not leave the others waiting for its gradients.
-        # train_step sets this anew for each micro-step.
-        state.ddp_model.require_backward_grad_sync = False
     try:
         for _ in range(2):
             began = time.perf_counter()
-            with state.autocast:
-                _, loss = state.ddp_model(x, y)
-            loss.backward()
+            # A rank that runs out of memory must not leave the others waiting for its gradients.
+            trial_micro_step(state, T, device, B, exchange=False)
             next(state.model.parameters()).grad.sum().item()    # waits for a GPU
             seconds = time.perf_counter() - began
     finally:
@@ -202,18 +189,43 @@ def time_micro_step(state, T: int, device: str, reserved: int, B: int) -> float:
     return seconds
 
 
-def choose_micro_batch(
-    flags, config, start, schedule: BatchSchedule, state, process
-) -> tuple[int, Callable]:
-    """B, the sequences of a micro-batch; and trial(B), the seconds of a micro-step of B of them.
+def trial_micro_step(state, T: int, device: str, B: int, exchange: bool) -> None:
+    """A forward and backward that trains nothing. `exchange`: DDP averages the gradients."""
+    # Two tensors, as in a step: for one that is both, torch.compile would make another graph.
+    x = torch.zeros(B, T, dtype=torch.int64, device=device)
+    y = torch.zeros(B, T, dtype=torch.int64, device=device)
 
-    `flags` are as asked, `config` as resolved. What is compiled is compiled here, and the attention
-    kernel tried: a run that cannot work ends before its first step.
+    if isinstance(state.ddp_model, DDP):
+        # train_step sets this anew for each micro-step.
+        state.ddp_model.require_backward_grad_sync = exchange
+    with state.autocast:
+        _, loss = state.ddp_model(x, y)
+    loss.backward()
+
+
+def settle_buckets(state, T: int, device: str, B: int) -> None:
+    """Has DDP make its buckets of gradients, which are final from the first step on.
+
+    DDP sorts the gradients into other buckets after it has averaged them once. With three ranks or
+    more the sum is rounded otherwise in another bucket: the first step of a resumed run would not
+    have the bits that it has in a whole run.
     """
-    limit, reserved = config.batch_size, 0
-    may_shrink = flags.batch_size == "auto"
-    if process.on_gpu and start.step == 0:
-        reserved = state.optimizer.state_bytes()        # the first step will allocate the moments
+    trial_micro_step(state, T, device, B, exchange=True)
+    state.model.zero_grad(set_to_none=True)
+
+
+def choose_micro_batch(
+    config, may_shrink: bool, schedule: BatchSchedule, state, process
+) -> int:
+    """B, the sequences of every micro-batch: at most --batch_size, and a divisor of each step's.
+
+    With `may_shrink` it is halved until it fits into the memory of every rank. What is compiled is
+    compiled here: a run that cannot work ends before its first step.
+    """
+    limit = config.batch_size
+    reserved = 0
+    if process.on_gpu:
+        reserved = state.optimizer.bytes_to_allocate()      # the first step will allocate these
     if process.on_gpu and may_shrink:
         # Some memory stays free, because later steps leave gaps between what they allocate.
         free_bytes, _ = torch.cuda.mem_get_info(process.device)
@@ -221,32 +233,39 @@ def choose_micro_batch(
         fitting = most_sequences_that_fit(config, state.model, process.device, reserved)
         limit = min(limit, fitting)
 
-    trial = partial(time_micro_step, state, config.sequence_length, process.device, reserved)
-    return largest_micro_batch(config, may_shrink, limit, schedule, process, trial), trial
+    def trial(B):
+        time_micro_step(state, config.sequence_length, process.device, B, reserved)
+
+    B = largest_micro_batch(config, may_shrink, limit, schedule, process, trial)
+    if process.on_gpu:
+        torch.cuda.reset_peak_memory_stats()        # what the trials took is no need of the run
+    elif process.world_size > 1:
+        settle_buckets(state, config.sequence_length, process.device, B)
+    return B
 
 
 def largest_micro_batch(
     config, may_shrink: bool, limit: int, schedule: BatchSchedule, process, trial: Callable
 ) -> int:
-    """B, the sequences of every micro-batch: at most `limit`, and a divisor of each step's share.
-
-    With `may_shrink` it is halved until `trial(B)` fits into the memory of every rank.
-    """
+    """The largest B up to `limit` that choose_micro_batch may choose. `trial(B)` computes one."""
     # Later steps have as many sequences as the first one, or a multiple: every micro-batch of the
     # run has the same shape, and nothing is compiled twice.
     share = schedule.tokens(0) // config.sequence_length // process.world_size
-    has_pinned_kernel = config.attention not in ("auto", "naive")
-    needs_trial = config.compile or has_pinned_kernel or (process.on_gpu and may_shrink)
+    needs_trial = config.compile or (process.on_gpu and may_shrink)
 
     # The GPUs of the ranks may differ in size, but not their micro-batches.
     limit = min(process.gather(limit))
     while True:
         B = largest_divisor(share, limit)
+        if B <= min(share, limit) // 4:
+            process.print0(f"micro-batches of {B} are slow: a step has {share} sequences a "
+                           f"process, of which {B} is the largest divisor up to {limit}. Choose a "
+                           f"--total_batch_size of a multiple of {limit} sequences a process")
         if not needs_trial:
             return B
 
         fits_here = process.on_all_ranks(
-            fits_in_memory, trial, B, may_shrink, config, process.device)
+            fits_in_memory, trial, B, may_shrink, config.compile)
         torch.cuda.empty_cache()        # what the run allocates need not fit into a trial's blocks
         if all(process.gather(fits_here)):
             return B
@@ -261,28 +280,23 @@ def largest_divisor(n: int, limit: int) -> int:
     return divisor
 
 
-def fits_in_memory(trial: Callable, B: int, may_shrink: bool, config, device: str) -> bool:
+def fits_in_memory(trial: Callable, B: int, may_shrink: bool, compiled: bool) -> bool:
     """Whether `trial(B)` fits. Any other failure of it is raised, with a remedy if we know one."""
     try:
-        # If there is no kernel for attention, torch says in warnings why.
-        with warnings.catch_warnings(record=True, action="always") as torch_warnings:
-            trial(B)
+        trial(B)
         return True
     except Exception as error:          # the compiler, its backend and Triton raise many types
         if is_out_of_memory(error):
             if may_shrink and B > 1:
                 return False
             raise
-
-        if re.search("No (available kernel|viable backend)", str(error)):
-            why = "; ".join(str(w.message).split(" (Triggered")[0] for w in torch_warnings)
-            if why == "":
-                why = brief_error(error)
-            raise UserError(f"--attention {config.attention} cannot run on {device} in "
-                            f"{config.dtype} ({why}): use --attention auto") from None
-        if config.compile:
-            raise RunError(f"torch.compile fails on this machine ({brief_error(error)}): train "
-                           "with --no_compile") from None
+        if compiled:
+            remedy = "train with --no_compile"
+            if "failed to map segment" in str(error):
+                remedy = ("set TORCHINDUCTOR_CACHE_DIR to a folder from which the system lets "
+                          "programs run, because it does not from the usual one")
+            raise RunError(f"torch.compile fails on this machine ({brief_error(error)}): {remedy}"
+                           ) from None
         raise
 
 
@@ -312,56 +326,23 @@ def tune_malloc() -> None:
         libc.mallopt(parameter, value)
 
 
-def copy_later(tensor: torch.Tensor) -> Callable[[], list]:
-    """Starts to copy a small tensor to the CPU. Returns a function that returns its numbers.
-
-    That function waits for the copy, but not for work that the GPU has been given since. A tensor
-    on the CPU is not copied.
-    """
-    if not tensor.is_cuda:
-        numbers = tensor.tolist()           # on a Mac this waits for its GPU
-        return lambda: numbers
-
-    copy = tensor.to("cpu", non_blocking=True)              # into pinned memory
-    copied = torch.cuda.Event()
-    copied.record()
-
-    def wait():
-        copied.synchronize()
-        return copy.tolist()
-    return wait
-
-
 # ----------------------------------------------------------------------------- how fast devices are
 
-def mark_time(device: str) -> "torch.cuda.Event | float":
-    """A moment in the device's work, for seconds_between.
-
-    A GPU comes to it when it has done all that it was given before, whenever the CPU asks for it.
-    """
-    if device.startswith("cuda"):
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-    return time.perf_counter()
-
-
-def seconds_between(first, last) -> float:
-    """The seconds between two moments of mark_time. Waits until the GPU has come to the last."""
-    if isinstance(first, float):
-        return last - first
-    last.synchronize()
-    return first.elapsed_time(last) / 1000
-
-
-def choose_compile(config, model: torch.nn.Module, tokens_left: int, process) -> None:
-    """Decides --compile auto, and says so where one would wonder."""
+def choose_compile(config, model: torch.nn.Module, tokens_left: int, process) -> bool:
+    """--compile, where it is "auto" by the length of the run. Says so where one would wonder."""
     if config.compile != "auto":
-        return
+        return config.compile
     flops = tokens_left / process.world_size * model.flops_per_token(config.sequence_length)
-    config.compile = process.on_gpu and process.from_master(compiling_pays(flops, process.device))
-    if process.on_gpu and not config.compile:
+    pays = process.on_gpu and process.from_master(compiling_pays(flops, process.device))
+    if process.on_gpu and not pays:
         process.print0("eager, because the run is too short for torch.compile to pay")
+    return pays
+
+
+def silence_compiler() -> None:
+    """Hides a warning that torch.compile has on a T4: "not enough SMs to use max_autotune_gemm"."""
+    # Nothing here uses that mode.
+    logging.getLogger("torch._inductor.utils").setLevel(logging.ERROR)
 
 
 def compiling_pays(flops: float, device: str) -> bool:

@@ -1,0 +1,87 @@
+"""Named sets of defaults: the sizes of GPT-2, the presets, and the run of --overfit."""
+from dataclasses import dataclass
+
+GPT2_SIZES = {
+    "gpt2": dict(n_layer=12, n_head=12, n_embd=768),            # 124,439,808 parameters
+    "gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024),    # 354,823,168
+    "gpt2-large": dict(n_layer=36, n_head=20, n_embd=1280),     # 774,030,080
+    "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600),        # 1,557,611,200
+}
+
+
+@dataclass(frozen=True)
+class Preset:
+    """The flags of --preset NAME. One that sets the recipe refuses another --recipe."""
+    purpose: str            # for --help
+    flags: dict             # {flag: value}
+
+
+PRESETS = {
+    # 200 steps are one epoch, 0.3M tokens: the first 100 have half the batch (growing_batch in
+    # runtime/recipe.py). In a second epoch the validation loss rises again. The sequences are long,
+    # because a play that training has not seen repeats its own names.
+    "shakespeare": Preset(
+        "Trains 35M parameters on 0.3M tokens of input.txt: minutes on a CPU.",
+        dict(
+            recipe="frontier", data="data/shakespeare", out="log/shakespeare",
+            n_layer=4, n_head=2, n_embd=256, block_size=1024,
+            total_batch_size=2048, max_steps=200,
+            val_every=100, hellaswag_every=0, sample_every=100, sample_prompt="\n",
+            checkpoint_every=100,
+        ),
+    ),
+    "small": Preset(
+        "Trains 30M parameters on 33M tokens: a night on a CPU.",
+        dict(
+            n_layer=6, n_head=6, n_embd=384, block_size=256,
+            total_batch_size=16384, max_steps=2000, warmup_steps=100, max_lr=1e-3,
+            val_tokens=524288, val_every=200, hellaswag_every=0,
+            sample_every=500, sample_prompt="\n", checkpoint_every=200,
+        ),
+    ),
+
+    # GPT-3's learning rates and batches (Brown et al. 2020, arXiv:2005.14165, table 2.1). With XL's
+    # batch of 1M tokens half as many steps make the same 10 billion tokens.
+    "gpt2": Preset(
+        "Trains GPT-2 (124M) on 10B tokens, by the defaults: for GPUs.",
+        {},
+    ),
+    "gpt2-medium": Preset(
+        "Trains 355M parameters on 10B tokens: for GPUs.",
+        dict(**GPT2_SIZES["gpt2-medium"], max_lr=3e-4),
+    ),
+    "gpt2-large": Preset(
+        "Trains 774M parameters on 10B tokens: for GPUs.",
+        dict(**GPT2_SIZES["gpt2-large"], max_lr=2.5e-4),
+    ),
+    "gpt2-xl": Preset(
+        "Trains 1.6B parameters on 10B tokens: for GPUs.",
+        dict(
+            **GPT2_SIZES["gpt2-xl"],
+            total_batch_size=1048576, max_steps=9536, warmup_steps=358, max_lr=2e-4,
+        ),
+    ),
+
+    # Measured in docs/finetuning.md.
+    "finetune": Preset(
+        "Finetunes the weights of --init on 1.2M tokens of your own text (--data).",
+        dict(
+            init="gpt2", out="log/finetune",
+            total_batch_size=8192, max_steps=150, warmup_steps=15, max_lr=1e-4,
+            val_tokens=524288, val_every=25, hellaswag_every=0,
+            sample_every=50, sample_prompt="\n", checkpoint_every=25, keep_checkpoints=1,
+        ),
+    ),
+}
+
+# --overfit is the lecture's sanity run: 50 steps on one batch, at a constant rate, with GPT-2's
+# vocabulary as it is. Without a folder in `out` a run writes nothing. (It is not among PRESETS,
+# because it reads input.txt in place of shards.)
+OVERFIT = Preset(
+    "Overfits one batch of 4 x 32 tokens.",
+    dict(
+        out="", vocab_size=50257, total_batch_size=4 * 32, sequence_length=32, shuffle=False,
+        max_steps=50, warmup_steps=0, max_lr=3e-4,
+        val_every=0, hellaswag_every=0, sample_every=0, checkpoint_every=0,
+    ),
+)

@@ -1,0 +1,144 @@
+"""How the ranks of several machines find each other, and notice that a machine is gone."""
+import ipaddress
+import os
+import socket
+import stat
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from runtime.cli import RunError
+from runtime.ranks import Process
+
+SILENCE = 120           # seconds without an answer after which a machine counts as gone
+ANSWER = 2              # seconds in which a machine that is there answers a call
+
+
+# ----------------------------------------------------------------------- finding each other
+
+def shared_store(process: Process, timeout: timedelta) -> dist.Store:
+    """The store by which the ranks of this start find each other."""
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+
+    # torchrun's store outlives a restart (pytorch issue 135712). Without a prefix of its own a rank
+    # would read there the address of a dead one. The number of the restart cannot be the prefix:
+    # each machine's torchrun counts its own.
+    return dist.PrefixStore(name_of_start(store, process, timeout), store)
+
+
+def name_of_start(store: dist.Store, process: Process, timeout: timedelta) -> str:
+    """A name that no other start of these ranks has. Rank 0 makes it, and the others ask for it.
+
+    RunError on rank 0 if a rank does not come within `timeout`.
+    """
+    own_name = uuid.uuid4().hex
+    if not process.is_master:
+        store.set(f"rank {process.rank} asks as", own_name)
+        name = store.get(f"answer to {own_name}").decode()          # waits for it
+        store.set(f"rank {process.rank} knows {name}", "")
+        return name
+
+    # A question that is there may be a dead rank's. So rank 0 answers until the living one knows.
+    deadline = time.monotonic() + timeout.total_seconds()
+    for rank in range(1, process.world_size):
+        while not store.check([f"rank {rank} knows {own_name}"]):
+            if time.monotonic() > deadline:
+                raise RunError(f"process {rank} has not started within {timeout}")
+            if store.check([f"rank {rank} asks as"]):
+                question = store.get(f"rank {rank} asks as").decode()
+                store.set(f"answer to {question}", own_name)
+            time.sleep(0.01)
+    return own_name
+
+
+def store_of_torchrun() -> dist.Store | None:
+    """The store of torchrun's agent, which outlives a restart of the ranks; None without one."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    store, _, _ = next(dist.rendezvous("env://"))
+    return store
+
+
+# ----------------------------------------------------------------------- machines that are gone
+
+def watch_machines(process: Process) -> None:
+    """Has Linux end the connections to a machine that has not answered for SILENCE seconds.
+
+    A machine without power, or behind a cut cable, does not say that it is gone. By default Linux
+    notices after 16 minutes if something was sent to it, and never while this process only waits.
+    Linux also answers for a process that is busy, so that this cuts no long wait short.
+    """
+    # Once the ranks have exchanged something, all their connections are there.
+    process.machines = process.gather(socket.gethostname())
+    addresses = []
+    for connection in own_connections():
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, -(-SILENCE // 4))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, -(-SILENCE // 8))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENCE)
+        host, port = connection.getsockname()[:2]
+        if not ipaddress.ip_address(host).is_loopback:
+            addresses.append((host, port))
+    process.addresses = process.gather(addresses)
+
+
+def own_connections() -> Iterator[socket.socket]:
+    """The TCP connections of this process; each is a copy, which is closed after its turn.
+
+    Only Linux tells them: elsewhere there are none.
+    """
+    if sys.platform != "linux":
+        return
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):                         # it is closed by now, or only listens
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(number)) as connection:
+                is_internet = connection.family in (socket.AF_INET, socket.AF_INET6)
+                if is_internet and connection.type == socket.SOCK_STREAM:
+                    connection.getpeername()
+                    yield connection
+
+
+@contextmanager
+def lost_machines(process: Process) -> Iterator[None]:
+    """Around what the ranks do together: RunError that names the machines that do not answer."""
+    try:
+        yield
+    except RuntimeError:                        # gloo's; another one if all machines answer
+        silent = silent_machines(process)
+        if not silent:
+            raise
+        raise RunError(f"no answer from machine {', '.join(silent)}: it has no power, or the "
+                       "network between is cut") from None
+
+
+def silent_machines(process: Process) -> list[str]:
+    """The names of the other ranks' machines that do not answer now."""
+    addresses = {}                              # {machine: {host: port}}
+    for machine, of_rank in zip(process.machines, process.addresses, strict=True):
+        addresses.setdefault(machine, {}).update(of_rank)
+
+    addresses.pop(process.machines[process.rank], None)
+    with ThreadPoolExecutor() as executor:
+        silent = executor.map(is_silent, addresses.values())
+        return [machine for machine, is_gone in zip(addresses, silent, strict=True) if is_gone]
+
+
+def is_silent(ports: dict) -> bool:
+    """Whether a machine with these {host: port} answers nothing, not even that nothing listens."""
+    for address in ports.items():
+        try:
+            socket.create_connection(address, timeout=ANSWER).close()
+            return False
+        except ConnectionRefusedError:
+            return False
+        except OSError:                         # nothing for ANSWER seconds, or no way to it
+            pass
+    return len(ports) > 0                       # of a machine without addresses nothing is known

@@ -1,0 +1,89 @@
+"""runtime/launched.py: the device's clock, and numbers that a GPU has later; more: test_loop.py."""
+import torch
+
+from runtime import launched
+from runtime.launched import copy_later, mark_time, seconds_between
+
+
+class Event:
+    """As torch.cuda.Event, of a GPU whose work is done when someone waits for it."""
+    now = 0.0                   # milliseconds
+
+    def __init__(self, enable_timing=False):
+        self.enable_timing = enable_timing
+        self.at = None
+        self.is_done = False
+
+    def record(self):
+        self.at = Event.now
+
+    def synchronize(self):
+        assert self.at is not None, "it was not recorded"
+        self.is_done = True
+
+    def elapsed_time(self, other):
+        assert self.enable_timing and other.enable_timing
+        assert other.is_done, "nobody has waited for the GPU"
+        return other.at - self.at
+
+
+def test_the_time_between_two_moments_of_a_gpu_is_its_own_and_in_seconds(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(Event, "now", 1000.0)
+    first = mark_time("cuda:0")
+    Event.now = 3500.0
+    last = mark_time("cuda:0")
+
+    assert seconds_between(first, last) == 2.5
+
+
+def test_the_time_between_two_moments_of_a_cpu_is_that_of_pythons_clock(monkeypatch):
+    moments = [7.0, 9.5]
+    monkeypatch.setattr(launched.time, "perf_counter", lambda: moments.pop(0))
+    first = mark_time("cpu")
+    last = mark_time("cpu")
+
+    assert seconds_between(first, last) == 2.5
+
+
+class TensorOnGpu:
+    """A tensor whose copy on the CPU has its numbers only when an event after the copy has come."""
+    is_cuda = True
+
+    def __init__(self, numbers, monkeypatch):
+        self.numbers = torch.tensor(numbers)
+        self.copy = torch.zeros(len(numbers))
+        self.copy_has_begun = False
+        tensor = self
+
+        class EventOfCopy(Event):
+            def synchronize(self):
+                super().synchronize()
+                tensor.copy.copy_(tensor.numbers)
+
+            def record(self):
+                assert tensor.copy_has_begun, "the event is before the copy"
+                super().record()
+
+        monkeypatch.setattr(torch.cuda, "Event", EventOfCopy)
+
+    def to(self, device, non_blocking):
+        assert (device, non_blocking) == ("cpu", True)
+        self.copy_has_begun = True
+        return self.copy
+
+
+def test_the_numbers_of_a_gpu_are_read_when_its_copy_has_come(monkeypatch):
+    tensor = TensorOnGpu([1.0, 2.0], monkeypatch)
+    numbers = copy_later(tensor)
+
+    assert tensor.copy.tolist() == [0, 0], "it has waited at once"
+    assert numbers() == [1, 2]
+
+
+def test_the_numbers_of_a_cpu_are_those_at_the_time_of_the_call():
+    tensor = torch.tensor([1.0, 2.0])
+    numbers = copy_later(tensor)
+    tensor.zero_()
+
+    assert numbers() == [1, 2]

@@ -1,0 +1,45 @@
+"""runtime/matmul.py: products of few rows, shared by the cores of a CPU, are F.linear's."""
+import pytest
+import torch
+import torch.nn.functional as F
+
+from runtime.matmul import linear
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("n_out", [1, 3, 64, 127])      # also fewer than threads, and a prime
+@pytest.mark.parametrize("shape", [(1, 1, 48), (4, 48), (33, 48)])
+@torch.no_grad()
+def test_linear_is_torchs_linear_layer(shape, n_out, threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+    weight = torch.randn(n_out, 48)
+    bias = torch.randn(n_out)
+
+    torch.testing.assert_close(linear(x, weight), F.linear(x, weight))
+    torch.testing.assert_close(linear(x, weight, bias), F.linear(x, weight, bias))
+
+
+@torch.no_grad()
+def test_linear_takes_a_weight_that_is_stored_transposed():
+    torch.manual_seed(0)
+    x = torch.randn(2, 48)
+    weight = torch.randn(48, 64).t()
+    torch.testing.assert_close(linear(x, weight), F.linear(x, weight))
+
+
+@torch.no_grad()
+def test_a_product_of_few_rows_is_shared_by_the_cores_of_a_cpu(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    parts = []
+    bmm = torch.bmm
+
+    def bmm_and_remember(x, weights):
+        parts.append(weights.size(0))
+        return bmm(x, weights)
+
+    monkeypatch.setattr(torch, "bmm", bmm_and_remember)
+    linear(torch.randn(32, 48), torch.randn(64, 48))
+    linear(torch.randn(33, 48), torch.randn(64, 48))        # these are no longer few
+    assert parts == [2]

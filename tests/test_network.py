@@ -1,0 +1,278 @@
+"""runtime/network.py: ranks of several machines find each other, and notice one that is gone.
+
+Machines are simulated on this one: by network namespaces, or only by another host name.
+"""
+import ctypes
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from helpers import (
+    BYTES,
+    ENV,
+    HANG,
+    ROOT,
+    command,
+    forked,
+    logged,
+    newest,
+    on_ranks,
+    site,
+    striking,
+)
+
+from runtime import network, output
+from runtime.cli import RunError
+from runtime.ranks import Process
+
+NEW_NETWORK_NAME = 0x04000000       # CLONE_NEWUTS: a host name of its own
+
+# A step of three ranks has one micro-batch of a sequence each.
+RUN = [*BYTES, "--total_batch_size", 96, "--batch_size", 1, "--val_every", 0, "--max_steps", 20,
+       "--checkpoint_every", 2]
+
+
+# ----------------------------------------------------------------------- finding each other
+
+@pytest.fixture
+def start(monkeypatch):
+    """start(rank, ...) is what shared_store gives each of these ranks of three, at once.
+
+    The store behind it stays, as torchrun's does.
+    """
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "RANK": "0",
+        "WORLD_SIZE": "3", "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+    def start_ranks(*ranks, seconds=20):
+        with ThreadPoolExecutor() as executor:
+            stores = []
+            for rank in ranks:
+                process = Process(rank=rank, world_size=3)
+                stores.append(executor.submit(
+                    network.shared_store, process, timedelta(seconds=seconds)))
+            return [store.result() for store in stores]
+
+    yield start_ranks
+    del server
+
+
+def test_ranks_of_a_new_start_find_each_other_and_not_the_addresses_of_the_dead(start):
+    for value in ("of a process that dies", "of a living one"):
+        stores = start(2, 0, 1)
+        assert not any(store.check(["address"]) for store in stores)
+        stores[0].set("address", value)
+        assert [store.get("address").decode() for store in stores] == [value] * 3
+
+
+def test_a_rank_that_died_while_it_waited_does_not_confuse_the_next_start(start):
+    with pytest.raises(dist.DistStoreError):
+        start(1, 2, seconds=1)              # rank 0 does not come
+    with pytest.raises(RunError, match="process 1"):
+        start(0, seconds=1)                 # the others do not
+
+    stores = start(0, 1, 2)
+    stores[2].set("address", "of rank 2")
+    assert stores[0].get("address") == stores[1].get("address") == b"of rank 2"
+
+
+def wait_for_torchrun():
+    """Blocks until torchrun ends this rank."""
+    signal.pause()
+
+
+def test_machines_that_count_their_restarts_otherwise_find_each_other(byte_data, tmp_path):
+    """A rank of one machine dies while that of the other one is busy.
+
+    The torchrun of the first counts a restart, and the other one, which only follows, does not.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    env = site(tmp_path / "site", "\n".join([
+        "import helpers, test_network",
+        "helpers.draw_no_pictures()",
+        "helpers.strike('validation', 'SIGKILL', rank=1, nth=2)",
+        "helpers.strike('validation', rank=0, nth=2, call=test_network.wait_for_torchrun)"]))
+    flags = ["--data", byte_data, *BYTES, "--max_steps", 2, "--val_every", 2,
+             "--checkpoint_every", 2, "--out", tmp_path / "log"]
+    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--max_restarts", "2",
+             "--rdzv_backend", "c10d", "--rdzv_endpoint", endpoint, "--rdzv_id", "test",
+             ROOT / "train_gpt2.py", *flags]
+
+    with ThreadPoolExecutor() as executor:
+        machines = []
+        for _ in range(2):
+            machines.append(executor.submit(
+                subprocess.run, list(map(str, words)), env=env, capture_output=True, text=True,
+                timeout=2 * HANG))              # six times a Python imports torch
+        results = [machine.result() for machine in machines]
+
+    assert [result.returncode for result in results] == [0, 0], results
+    text = results[0].stdout + results[1].stdout
+    assert re.findall(r"at step (\d+) of 2", text) == ["2"]
+    assert "done: 2 steps" in text
+
+
+# ----------------------------------------------------------------------- machines that are gone
+
+class Machines:
+    """Three machines a, b and c on a bridge, as network namespaces."""
+
+    def __init__(self):
+        self.prefix = f"gpt2-{os.getpid()}"
+
+    def ip(self, text):
+        """The command `ip`, where {a} is the namespace of machine a."""
+        names = {name: f"{self.prefix}-{name}" for name in ("a", "b", "c", "bridge")}
+        words = ["ip", *text.format(**names).split()]
+        subprocess.run(words, check=True, capture_output=True, text=True)
+
+    def set_up(self):
+        self.ip("netns add {bridge}")
+        self.ip("-n {bridge} link add hub type bridge")
+        self.ip("-n {bridge} link set hub up")
+        for number, name in enumerate("abc", 1):
+            here = "{" + name + "}"
+            self.ip(f"netns add {here}")
+            self.ip(f"link add to_{name} netns {{bridge}} type veth peer name eth0 netns {here}")
+            self.ip(f"-n {{bridge}} link set to_{name} master hub up")
+            self.ip(f"-n {here} addr add 10.99.0.{number}/24 dev eth0")
+            self.ip(f"-n {here} link set eth0 up")
+            self.ip(f"-n {here} link set lo up")
+
+    def remove(self):
+        for name in ("a", "b", "c", "bridge"):
+            subprocess.run(["ip", "netns", "del", f"{self.prefix}-{name}"], capture_output=True)
+
+
+@pytest.fixture
+def machines():
+    machines = Machines()
+    try:
+        machines.set_up()
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"cannot make network namespaces here: {error}")
+    else:
+        yield machines
+    finally:
+        machines.remove()
+
+
+def move_to_machine():
+    """For `before`: this process goes to the machine MACHINE, whose name it has."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{os.environ['MACHINE']}") as namespace:
+        assert libc.setns(namespace.fileno(), 0) == 0, os.strerror(ctypes.get_errno())
+    assert libc.unshare(NEW_NETWORK_NAME) == 0, os.strerror(ctypes.get_errno())
+    socket.sethostname(os.environ["MACHINE"])
+
+
+def lose_patience_soon():
+    """For `before`: a machine counts as gone after three seconds."""
+    network.SILENCE = 3
+
+
+def lose_power():
+    """The machine of this process is gone at once: it sends nothing any more."""
+    subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def on_machines(machines, call, before):
+    """`forked`, of a rank on each machine. Rank 0, on machine a, has the store."""
+    envs = []
+    for rank, name in enumerate("abc"):
+        envs.append({
+            **ENV, "TORCHELASTIC_RUN_ID": "test", "MACHINE": f"{machines.prefix}-{name}",
+            "MASTER_ADDR": "10.99.0.1", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0",
+            "WORLD_SIZE": "3", "RANK": str(rank), "LOCAL_RANK": "0",
+        })
+    return forked(call, call, call, envs=envs, before=[move_to_machine, *before])
+
+
+@pytest.mark.parametrize("what", ["step 5", "validation"])
+def test_when_a_machine_loses_its_power_the_others_end_and_say_which(
+        what, machines, byte_data, tmp_path):
+    call = command("train_gpt2.py", "--data", byte_data, *RUN, "--val_every", 5, "--out", tmp_path)
+    strike = striking(what, rank=2, nth=2 if what == "validation" else 1, call=lose_power)
+
+    results = on_machines(machines, call, [lose_patience_soon, *strike])
+
+    assert [code for code, _, _ in results] == [1, 1, -signal.SIGKILL], results
+    for _, _, stderr in results[:2]:
+        # Before its line torch warns that these machines have addresses without names.
+        [line] = [line for line in stderr.splitlines() if "socket.cpp" not in line]
+        assert f"no answer from machine {machines.prefix}-c:" in line
+        assert f"{machines.prefix}-b" not in line
+        assert f"checkpoint_{newest(tmp_path):06d}.pt" in line
+    assert len(logged(tmp_path)) == 5
+
+
+def test_an_error_of_another_kind_is_not_blamed_on_a_machine(machines, byte_data, tmp_path):
+    """A process that dies leaves its machine behind, which answers that nothing listens there."""
+    call = command("train_gpt2.py", "--data", byte_data, *RUN, "--out", tmp_path)
+    strike = striking("step 5", "SIGKILL", rank=2)
+
+    results = on_machines(machines, call, [lose_patience_soon, *strike])
+
+    assert [code for code, _, _ in results] == [1, 1, -signal.SIGKILL], results
+    for _, _, stderr in results[:2]:
+        assert "RuntimeError" in stderr
+        assert "no answer" not in stderr
+
+
+# ----------------------------------------------------------------------- what a run says
+
+def name_machines():
+    """For `before`: ranks 0 and 1 are on node0, and rank 2 is on node1."""
+    name = f"node{int(os.environ['RANK']) // 2}"
+    socket.gethostname = lambda: name
+
+
+def expect_no_cache():
+    """For `before`: a file that is there is seen at once."""
+    output.CACHED_SECONDS = 0
+
+
+def on_nodes(*flags, before=(), **options):
+    """The stdout and stderr of rank 0 of three."""
+    calls = [command("train_gpt2.py", *RUN, "--max_steps", 4, *flags)] * 3
+    before = [name_machines, expect_no_cache, *before]
+    results = on_ranks(*calls, before=before, **options)
+    assert [code for code, _, _ in results] == [0, 0, 0], results
+    _, stdout, stderr = results[0]
+    return stdout, stderr
+
+
+def test_the_header_counts_machines_and_a_signal_is_traced_to_its_rank(byte_data, tmp_path):
+    stdout, stderr = on_nodes("--data", byte_data, "--out", tmp_path,
+                              before=striking("step 2", "SIGUSR1", rank=2))
+    assert stdout.startswith("3 processes (2 machines) on cpu")
+    assert "stopped by SIGUSR1 (process 2 on node1) after 3 of 4 steps" in stdout
+    assert stderr == ""
+
+
+def test_an_out_that_other_machines_do_not_see_is_told_at_the_start(byte_data, tmp_path):
+    folders = []
+    for name in ("first", "same", "other"):
+        folders.append(tmp_path / name)
+    folders[0].mkdir()
+    folders[1].symlink_to(folders[0])
+    folders[2].mkdir()
+
+    _, stderr = on_nodes("--data", byte_data, "--out", "log", cwds=folders)
+
+    assert stderr.count("\n") == 1
+    assert "node1" in stderr and "node0" not in stderr
