@@ -134,8 +134,7 @@ def what_resumes(out: str | Path) -> str:
     try:
         saved = checkpoints(out)
     except OSError as error:
-        return (f"{out} cannot be read now ({brief_error(error)}): check the disk or the mount; "
-                "the same command goes on")
+        return f"{out} cannot be read now ({brief_error(error)})"
     if not saved:
         return "No checkpoint has been saved yet: the same command starts from the beginning"
     _, newest = saved[-1]

@@ -7,6 +7,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from runtime.cli import RunError
 from runtime.ranks import Process
 
-SILENCE = 100           # seconds without an answer after which a machine counts as gone
+SILENCE = 120           # seconds without an answer after which a machine counts as gone
 ANSWER = 2              # seconds in which a machine that is there answers a call
 
 
@@ -114,8 +115,8 @@ def lost_machines(process: Process) -> Iterator[None]:
         silent = silent_machines(process)
         if not silent:
             raise
-        raise RunError(f"{' and '.join(silent)} does not answer: the machine or its network is "
-                       "down") from None
+        raise RunError(f"no answer from machine {', '.join(silent)}: it has no power, or the "
+                       "network between is cut") from None
 
 
 def silent_machines(process: Process) -> list[str]:
@@ -124,20 +125,20 @@ def silent_machines(process: Process) -> list[str]:
     for machine, of_rank in zip(process.machines, process.addresses, strict=True):
         addresses.setdefault(machine, {}).update(of_rank)
 
-    silent = []
-    for machine, ports in addresses.items():
-        is_here = machine == process.machines[process.rank]
-        if ports and not is_here and not any(map(answers, ports.items())):
-            silent.append(machine)
-    return silent
+    addresses.pop(process.machines[process.rank], None)
+    with ThreadPoolExecutor() as executor:
+        silent = executor.map(is_silent, addresses.values())
+        return [machine for machine, is_gone in zip(addresses, silent, strict=True) if is_gone]
 
 
-def answers(address: tuple[str, int]) -> bool:
-    """Whether the machine answers, be it that nothing listens at this port."""
-    try:
-        socket.create_connection(address, timeout=ANSWER).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:                             # silence, or no way to the machine
-        return False
-    return True
+def is_silent(ports: dict) -> bool:
+    """Whether a machine with these {host: port} answers nothing, not even that nothing listens."""
+    for address in ports.items():
+        try:
+            socket.create_connection(address, timeout=ANSWER).close()
+            return False
+        except ConnectionRefusedError:
+            return False
+        except OSError:                         # nothing for ANSWER seconds, or no way to it
+            pass
+    return len(ports) > 0                       # of a machine without addresses nothing is known

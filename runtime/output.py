@@ -98,10 +98,11 @@ class Output:
 
     # ------------------------------------------------------------------------- metrics.csv
 
-    def continue_metrics(self, step: int) -> None:
-        """Makes metrics.csv anew, with the rows that it has of the steps before `step`.
+    def continue_metrics(self, step: int, reopen: bool = False) -> None:
+        """Makes metrics.csv anew, with the rows that it has up to `step`.
 
-        A row of `step` is open then, in memory, for what else the step will measure.
+        Of a row of `step` the evaluations stay. With `reopen` it is in memory only, until what else
+        the step measures is there.
         """
         self.close_table()
         path = self.out / "metrics.csv"
@@ -117,10 +118,12 @@ class Output:
                 f"{self.out} has checkpoints, but no metrics.csv with their validation losses: the "
                 f"checkpoints up to step {step} stay, because one of them may be the best")
 
-        if lines.pop(step, None):
-            # Its evaluations stay. The step itself will be trained again.
+        if step in lines:
+            # The step itself will be trained again.
             for name in ("train", "lr", "norm", "tokens_per_second"):
                 self.metrics.set(name, math.nan)
+        if step in lines and reopen:
+            del lines[step]
             cells = self.metrics[-1].items()
             self.row = {name: format(v, FORMATS[name]) for name, v in cells if v is not None}
         lines = itertools.chain([HEADER], lines.values())
@@ -152,7 +155,7 @@ class Output:
             self.wandb.log(cells, step=step)
         if self.has_row(step) and self.row is None:
             # Not by a truncate, which not all file systems have: s3fs would keep both rows.
-            self.continue_metrics(step)
+            self.continue_metrics(step, reopen=True)
         if not self.has_row(step):
             self.end_row()
             cells = dict(step=step, tokens=self.tokens_before(step), seconds=self.seconds) | cells

@@ -71,8 +71,9 @@ def skipped_if_missing():
 # loadfile), so that what its tests share is made once, and the short ones at the end fill
 # the workers evenly.
 LONG = [f"test_{name}.py" for name in (
-    "resume export fineweb model bench flags checkpoint train_gpt2 frontier signals same_numbers "
-    "hellaswag sample weights readme speedrun cli hostile plain_loop plots gpu layout").split()]
+    "resume export fineweb model bench flags checkpoint evaluation loop frontier signals "
+    "same_numbers hellaswag sample weights readme speedrun cli hostile plain_loop plots gpu "
+    "layout").split()]
 
 
 @pytest.hookimpl(trylast=True)

@@ -98,8 +98,7 @@ class Record:
         self.rows[-1].update(cells)
 
     def was_evaluated(self, step):
-        last = self.rows[-1] if self.rows else {"step": None}
-        return last["step"] == step and not last.keys().isdisjoint(("val", "hella"))
+        return any(row["step"] == step and ("val" in row or "hella" in row) for row in self.rows)
 
     @property
     def metrics(self):

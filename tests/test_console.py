@@ -331,11 +331,22 @@ def test_a_run_without_checkpoints_has_none_to_sample_from(summary):
     assert "sample.py" not in summary()
 
 
-@pytest.mark.parametrize("signal, cause", [("SIGUSR1", "SIGUSR1"), ("", "a signal")])
-def test_a_stopped_run_says_by_what_and_how_it_goes_on(signal, cause, summary):
-    text = summary([1.0, 1.0], stopped=True, process=Process(signal=signal))
-    assert f"stopped by {cause} after 2 of 100 steps. resumes from the newest" in text
+def test_a_stopped_run_says_by_what_and_how_it_goes_on(summary):
+    text = summary([1.0, 1.0], stopped=True, process=Process(signal="SIGUSR1"))
+    assert "stopped by SIGUSR1 after 2 of 100 steps. resumes from the newest" in text
     assert "done" not in text
+
+
+class OneOfFour(Process):
+    """Rank 0 of four on two machines, of which two have got a signal."""
+
+    def gather(self, value):
+        return [value, "SIGTERM", "", "SIGHUP"]
+
+
+def test_the_first_rank_that_has_got_a_signal_is_named():
+    process = OneOfFour(world_size=4, machines=["node0", "node1", "node1", "node1"])
+    assert console.signals_received(process) == "SIGTERM (process 1 on node1 and 1 other)"
 
 
 def test_the_sanity_run_passes_below_a_tenth(capsys):

@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import (
     BYTES,
     command,
@@ -29,6 +30,7 @@ from helpers import (
     train,
 )
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import train_gpt2
 from model import LanguageModel
@@ -117,6 +119,34 @@ def test_three_processes_that_were_killed_end_bit_for_bit_as_three_that_were_not
     assert newest(tmp_path) == 16
     run(*flags, "--shard_optimizer", processes=3)
     same_end(tmp_path, whole(recipe, processes=3), 24)
+
+
+def round_otherwise():
+    """For `before`: processes other than 0 round the weights and moments of each step otherwise."""
+    @torch.no_grad()
+    def after_step(optimizer, args, kwargs):
+        if dist.get_rank() == 0:
+            return
+        for p, state in optimizer.state.items():
+            for tensor in (p, *state.values()):
+                tensor.mul_(1 + 1e-6)
+
+    register_optimizer_step_post_hook(after_step)
+
+
+def test_processes_that_round_otherwise_go_on_and_resume_with_the_weights_of_the_first(
+        data, tmp_path):
+    flags = ["--data", data, *RUN_OF_THREE]
+    text = run(*flags, "--out", tmp_path / "whole", processes=3, before=[round_otherwise]).stdout
+    assert text.count("round differently") == 1
+
+    kill_all = []
+    for rank in range(3):
+        kill_all += striking("step 8", "SIGKILL", rank=rank)
+    flags += ["--out", tmp_path / "killed"]
+    run(*flags, processes=3, before=[round_otherwise, *kill_all], code=-9)
+    run(*flags, processes=3, before=[round_otherwise])
+    same_end(tmp_path / "killed", tmp_path / "whole", 24)
 
 
 TWELVE_STEPS = [*BYTES, "--max_steps", 12, "--val_every", 6, "--checkpoint_every", 4]

@@ -308,6 +308,12 @@ def test_without_ddp_or_with_one_micro_step_no_gradient_is_kept(world_size, micr
     assert all(p.grad is None for p in state.model.parameters())
 
 
+def test_where_the_batch_grows_gradients_stay_for_the_first_step_that_accumulates(run_of_two):
+    run_of_two.loader.micro_steps = lambda step: [1, 2][step]
+    train_step(0, run_of_two)
+    assert all(p.grad is not None for p in run_of_two.state.model.parameters())
+
+
 @pytest.mark.parametrize("signal, expected_votes", [("", 1), ("SIGTERM", 2)])
 def test_the_ranks_add_their_losses_and_their_votes_to_stop(
         signal, expected_votes, group, monkeypatch):
