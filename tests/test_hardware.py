@@ -525,6 +525,7 @@ def chosen_on_cpu(monkeypatch):
         tried = []
         monkeypatch.setattr(
             hardware, "time_micro_step", lambda state, T, device, B, reserved: tried.append(B))
+        monkeypatch.setattr(hardware, "settle_buckets", lambda *arguments: None)
         config = Config(batch_size=limit, sequence_length=8, compile=compile)
         schedule = BatchSchedule(sequences * 8, 10)
         return choose_micro_batch(config, True, schedule, None, process), tried
