@@ -228,10 +228,9 @@ def train_step(step: int, run: Run) -> torch.Tensor:
     state.scaler.step(state.optimizer)
     state.scaler.update()
 
-    # DDP's gradients are views of its buckets. If the next step accumulates, they are zeroed, and
-    # so stay there. With None it would accumulate outside of the buckets, in new memory. A CPU has
-    # it, and there they are None in any case, as before the first step of a resumed run: DDP
-    # multiplies a gradient outside by 1/3, if there are 3 ranks, and divides one inside by 3.
+    # DDP's gradients are views of its buckets. If the next step accumulates on a GPU, they are
+    # zeroed and stay there: with None it would accumulate in new memory. On a CPU they become None,
+    # as they are when a run resumes, because DDP rounds the mean of others in another way.
     keep_views = process.on_gpu and process.world_size > 1 and run.loader.micro_steps(step + 1) > 1
     state.model.zero_grad(set_to_none=not keep_views)
     return torch.stack((loss, norm, votes))
