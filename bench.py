@@ -41,7 +41,7 @@ import speedrun
 import train_gpt2
 from recipes import RECIPES
 from runtime import hardware
-from runtime.cli import FlagParser, RunError, UserError, run_command
+from runtime.cli import FlagParser, RunError, UserError, run_command, user_path
 from runtime.curves import Curve, plot_variants, read_curves, variant_row, variants
 from runtime.flags import add_flag, check_field
 from runtime.metrics import read_metrics
@@ -629,13 +629,14 @@ def at_least_one(text: str) -> int:
 def picture(text: str) -> str:
     if Path(text).suffix not in (".png", ".svg", ".pdf"):
         raise argparse.ArgumentTypeError(f"{text} is no picture (expected .png, .svg or .pdf)")
-    return text
+    return user_path(text)
 
 
 OWN_FLAGS = {
-    "clone": dict(help="The folder of a clone of build-nanogpt."),
-    "curves": dict(nargs="+", help="The --out folder of a run, or a .csv file of curves."),
-    "shards": dict(help="A folder of shards, as fineweb.py makes it."),
+    "clone": dict(type=user_path, help="The folder of a clone of build-nanogpt."),
+    "curves": dict(type=user_path, nargs="+",
+                   help="The --out folder of a run, or a .csv file of curves."),
+    "shards": dict(type=user_path, help="A folder of shards, as fineweb.py makes it."),
     "--steps": dict(type=at_least_one, help="Timed steps in a turn (default 4, on CUDA 20)."),
     "--turns": dict(type=at_least_one, default=2, help="How often all is measured (default 2)."),
     "--seeds": dict(type=at_least_one, default=3, help="How often all is trained, with the seeds "
@@ -644,8 +645,8 @@ OWN_FLAGS = {
                     "bench.py: all, or those with TEXT in their name."),
     "--val_tokens": dict(type=at_least_one, default=262144, help="The number of tokens in a "
                          "validation (default 262144)."),
-    "--out": dict(default="log/recipes", help="The folder of the runs, each in a folder of its own "
-                  "(default log/recipes)."),
+    "--out": dict(type=user_path, default="log/recipes", help="The folder of the runs, each in a "
+                  "folder of its own (default log/recipes)."),
     "--plot": dict(type=picture, metavar="FILE", help="Draw the curves: .png, .svg or .pdf."),
     "--title": dict(default="", help="The title of the picture."),
 }

@@ -186,7 +186,7 @@ def encode_files(
                 waiting.append((number, pool.submit(encoder.encode, chunk)))
 
                 # The reader is faster than the encoders: more chunks would only fill the memory.
-                if len(waiting) > 4 * threads:
+                if len(waiting) > 2 * threads:
                     oldest, tokens = waiting.popleft()
                     yield oldest, tokens.result()
 

@@ -193,8 +193,7 @@ def set_lr_and_momentum(step: int, run: Run) -> float:
 def train_step(step: int, run: Run) -> torch.Tensor:
     """One optimizer step. Returns float32 (3,): loss, norm before clipping, votes to stop.
 
-    They are the same on all ranks. `votes`: how many ranks have got a signal. The CPU does not wait
-    for a GPU here, except with float16.
+    They are the same on all ranks. The CPU does not wait for a GPU here, except with float16.
     """
     process = run.process
     state = run.state
@@ -229,12 +228,10 @@ def train_step(step: int, run: Run) -> torch.Tensor:
     state.scaler.step(state.optimizer)
     state.scaler.update()
 
-    # DDP's gradients are views of its buckets. If the next step accumulates, they are zeroed, and
-    # so stay there. With None it would accumulate outside of the buckets, in new memory. A CPU has
-    # it, and there they are None in any case, as before the first step of a resumed run: DDP
-    # multiplies a gradient outside by 1/3, if there are 3 ranks, and divides one inside by 3.
-    accumulates = run.loader.micro_steps(step + 1) > 1
-    keep_views = process.world_size > 1 and process.on_gpu and accumulates
+    # DDP's gradients are views of its buckets. If the next step accumulates on a GPU, they are
+    # zeroed and stay there: with None it would accumulate in new memory. On a CPU they become None,
+    # as they are when a run resumes, because DDP rounds the mean of others in another way.
+    keep_views = process.on_gpu and process.world_size > 1 and run.loader.micro_steps(step + 1) > 1
     state.model.zero_grad(set_to_none=not keep_views)
     return torch.stack((loss, norm, votes))
 
@@ -401,9 +398,8 @@ def train(step: int, run: Run) -> tuple[int, bool]:
             step += 1
 
             # What follows a loss that is not finite must not be evaluated or saved.
-            any_votes = log_steps(launched, wait_for_all=something_is_due(step, config), run=run)
-            if any_votes:
-                raise Stopped
+            if log_steps(launched, wait_for_all=something_is_due(step, config), run=run):
+                raise Stopped               # a rank has voted for it
 
             # Before the evaluation: a kill during the evaluation then loses nothing.
             if is_due(step, config, config.checkpoint_every):

@@ -243,11 +243,14 @@ def run_command(main: Callable[[], int | None]) -> None:
             print_error(own_mistake(told))
         if error.filename is None:                              # stdout takes no more
             discard(sys.stdout)
-    except Exception:                           # a bug
-        if not several_ranks():
-            raise
-        traceback.print_exc()
+    except Exception as error:
         code = 1
+        if str(error) == "can't start new thread":
+            print_error(f"{error}: the system allows no more (ulimit -u): set OMP_NUM_THREADS=1")
+        elif not several_ranks():               # a bug
+            raise
+        else:
+            traceback.print_exc()
 
     # Several ranks end without Python's finalization, which gloo's threads can abort (pytorch issue
     # 190489), and without the destructor of the process group, which can wait for ever.

@@ -15,13 +15,14 @@ import numpy as np
 from runtime.cli import UserError
 from runtime.console import clock
 from runtime.files import read_text, reading, replace_file
+from runtime.metrics import HEADER, Metrics, read_metrics
 from runtime.plots import new_figure, short_count
 
-# {column in which a loss may stand: its unit}. A run's metrics.csv has `val`.
+# {column of a .csv file in which a loss may stand: its unit}
 UNITS = {
-    "val": "nats per token",
     "loss": "nats per token",
     "validation_loss": "nats per token",
+    "val": "nats per token",
     "nats_per_character": "nats per character",
 }
 
@@ -30,11 +31,11 @@ UNITS = {
 class Curve:
     """The validations of a run, or of a curve in a file."""
     name: str
-    unit: str = "nats per token"
-    val_tokens: str = ""                                    # of a validation, where a file says it
     tokens: list[float] = field(default_factory=list)       # of training before each validation
     seconds: list[float] = field(default_factory=list)      # nan in a file without them, as tokens
     losses: list[float] = field(default_factory=list)
+    unit: str = "nats per token"
+    val_tokens: int | None = None                           # of each validation, of a run
 
     @property
     def xs(self) -> list[float]:
@@ -52,17 +53,27 @@ def read_curves(source: str) -> list[Curve]:
     remedy = "choose the --out folder of a run, or a .csv with the columns tokens and loss"
     with reading(path, remedy):
         text = read_text(path)
-        if path.name == "metrics.csv":
-            text = text[:text.rfind("\n") + 1]      # the last line may not be complete yet
+        if text.startswith(HEADER):
+            return [curve_of_run(source, read_metrics(path, remedy))]
         return parse_curves(source, text)
+
+
+def curve_of_run(name: str, metrics: Metrics) -> Curve:
+    """The validations in a metrics.csv. ValueError if there is none."""
+    losses = [loss for _, loss in metrics.measured("val")]
+    if not losses:
+        raise ValueError("it has no validation loss yet")
+    tokens = [x for x, _ in metrics.measured("val", over="tokens")]
+    seconds = [x for x, _ in metrics.measured("val", over="seconds")]
+    val_tokens = [x for x, _ in metrics.measured("val", over="val_tokens")]
+    return Curve(name, tokens, seconds, losses, val_tokens=val_tokens[-1])
 
 
 def parse_curves(source: str, text: str) -> list[Curve]:
     """The curves in the text of a .csv file. ValueError if it is none.
 
     Its columns are a loss (UNITS), and tokens, seconds or minutes; without a header they are tokens
-    and loss. A column `run` tells several curves apart, and `val_tokens` losses that cannot be
-    compared. A line that begins with # is a comment.
+    and loss. A column `run` tells several curves apart. A line that begins with # is a comment.
     """
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     if lines and lines[0][0].isdigit():
@@ -74,11 +85,8 @@ def parse_curves(source: str, text: str) -> list[Curve]:
         columns = [name for name in UNITS if cells.get(name)]
         if not columns:
             continue                                # a step without a validation
-        name, measured = cells.get("run", source), (UNITS[columns[0]], cells.get("val_tokens", ""))
-        curve = curves.get(name)
-        if curve is None or (curve.unit, curve.val_tokens) != measured:
-            # After a resume with other --val_tokens the curve begins anew.
-            curve = curves[name] = Curve(name, *measured)
+        name = cells.get("run", source)
+        curve = curves.setdefault(name, Curve(name, unit=UNITS[columns[0]]))
         minutes = float(cells.get("minutes", "nan"))
         curve.tokens.append(float(cells.get("tokens", "nan")))
         curve.seconds.append(float(cells.get("seconds", 60 * minutes)))
@@ -89,7 +97,7 @@ def parse_curves(source: str, text: str) -> list[Curve]:
         if not grows or not np.isfinite(curve.xs + curve.losses).all():
             raise ValueError(f"{curve.name} has no growing numbers of tokens with a loss for each")
     if not curves:
-        raise ValueError("it has no validation loss yet")
+        raise ValueError("it has no losses")
     return list(curves.values())
 
 
@@ -147,7 +155,7 @@ def variant_row(name: str, by_seed: dict[str, Curve], first: dict[str, Curve]) -
     any_first = next(iter(first.values()))
     pairs = [(curve, first.get(seed, any_first)) for seed, curve in by_seed.items()]
     for curve, other in pairs:
-        known = "" not in (curve.val_tokens, other.val_tokens)
+        known = None not in (curve.val_tokens, other.val_tokens)
         if curve.unit != other.unit or (known and curve.val_tokens != other.val_tokens):
             return row | {"against the first": "measured on other tokens"}
     return row | compared(pairs)

@@ -141,11 +141,18 @@ def what_resumes(out: str | Path) -> str:
     return f"The same command resumes from {newest.name}"
 
 
-def started_by_mpirun() -> bool:
-    """Whether mpirun has started this process as one of several that know nothing of each other."""
-    # Slurm's SLURM_NTASKS is no such sign: a batch script that starts one process has it, too.
+def launcher_of_several() -> str:
+    """"mpirun" or "srun", if it has started this process as one of several, each alone; else ""."""
+    if "WORLD_SIZE" in os.environ:              # torchrun's
+        return ""
     sizes = (os.environ.get("OMPI_COMM_WORLD_SIZE", "1"), os.environ.get("PMI_SIZE", "1"))
-    return sizes != ("1", "1") and "WORLD_SIZE" not in os.environ
+    if sizes != ("1", "1"):
+        return "mpirun"
+
+    # SLURM_NTASKS is no such sign: a batch script that starts one process has it, too.
+    if os.environ.get("SLURM_PROCID", "0") != "0":
+        return "srun"
+    return ""
 
 
 def lock_folder(out: str | Path, name: str = RUN_LOCK, patience: float = 90.0) -> BinaryIO:
@@ -166,9 +173,9 @@ def lock_folder(out: str | Path, name: str = RUN_LOCK, patience: float = 90.0) -
             limit = patience
         if time.monotonic() - began > limit:
             remedy = "wait for the end of that run, or choose another --out"
-            if started_by_mpirun():
-                remedy = ("mpirun has started several, each alone. To train on several devices "
-                          "use torchrun instead")
+            if launcher_of_several():
+                remedy = (f"{launcher_of_several()} has started several, each alone. To train on "
+                          "several devices start torchrun")
             raise UserError(f"--out {out} is in use by another run{holder}: {remedy}")
         if may_be_gone and not told:
             print_error(f"waiting up to {patience:.0f} s, because the lock of {out} is held by a "

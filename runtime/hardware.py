@@ -3,6 +3,7 @@ import contextlib
 import ctypes
 import functools
 import logging
+import math
 import os
 import platform
 import re
@@ -46,7 +47,27 @@ def choose_device(name: str = "auto", local_rank: int = 0) -> str:
                         "processes as GPUs")
     if device.startswith("cuda"):
         check_gpu(device)
+    elif device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        # Two threads in half a core take five times as long as one.
+        quota = cpu_quota()
+        if quota < torch.get_num_threads():
+            torch.set_num_threads(max(1, math.floor(quota)))
     return device
+
+
+def cpu_quota(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
+    """How many cores this process may use, as of `docker run --cpus 0.5`; inf without a limit."""
+    texts = []
+    with contextlib.suppress(OSError):
+        texts = (cgroup / "cpu.max").read_text().split()                        # cgroup v2
+    with contextlib.suppress(OSError):
+        for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us"):                  # v1
+            texts.append((cgroup / "cpu" / name).read_text())
+
+    if len(texts) != 2 or texts[0].strip() in ("max", "-1"):
+        return math.inf
+    microseconds, period = map(int, texts)
+    return microseconds / period
 
 
 def configure_allocator() -> None:

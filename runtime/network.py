@@ -121,6 +121,8 @@ def lost_machines(process: Process) -> Iterator[None]:
 
 def silent_machines(process: Process) -> list[str]:
     """The names of the other ranks' machines that do not answer now."""
+    if not process.machines:                    # a process alone
+        return []
     addresses = {}                              # {machine: {host: port}}
     for machine, of_rank in zip(process.machines, process.addresses, strict=True):
         addresses.setdefault(machine, {}).update(of_rank)

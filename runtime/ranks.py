@@ -5,6 +5,7 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from inspect import signature
 
 import torch
@@ -247,6 +248,10 @@ def ddp_options(process: Process) -> dict:
     options = {}
     if process.on_gpu:
         options["device_ids"] = [process.device]
+        # A GPU that waits for the gradients of another one does not see that a machine is gone.
+        # NCCL's watchdog ends the process, after the timeout of the group: the hour of the first
+        # group is for downloads. In a step nothing takes ten minutes, torch's own default.
+        options["process_group"] = dist.new_group(timeout=timedelta(minutes=10))
 
     # Buffers (frontier's tables of tokens) are the same on all ranks anyway.
     if "forward_sync_buffers" in signature(DDP).parameters:             # from torch 2.13 on

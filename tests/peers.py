@@ -115,6 +115,11 @@ class Record:
         return "resumes from the newest"
 
 
+class GpuProcess(Process):
+    """A process whose steps go on as on a GPU. What it computes, it computes on the CPU."""
+    on_gpu = True
+
+
 def make_run(model=None, process=None, **flags):
     """A small Run that neither evaluates nor saves, but for what the flags say.
 

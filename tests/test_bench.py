@@ -18,6 +18,7 @@ from bench import Run, Timing
 from recipes import RECIPES
 from runtime import hardware
 from runtime.cli import RunError, UserError
+from runtime.metrics import HEADER
 
 TINY = ["--n_layer=1", "--n_head=1", "--n_embd=16", "--block_size=16", "--batch_size=2",
         "--device=cpu", "--dtype=float32"]
@@ -353,8 +354,8 @@ def trained(monkeypatch):
         commands.append(command)
         out = Path(words_given(command)["out"])
         out.mkdir(parents=True)
-        rows = f"step,tokens,seconds,val\n0,0,0,11\n9,900,60,{11 - len(commands)}\n"
-        (out / "metrics.csv").write_text(rows)
+        rows = f"0,0,0,,11,,,,,64\n9,900,60,,{11 - len(commands)},,,,,64\n"
+        (out / "metrics.csv").write_text(f"{HEADER}\n{rows}")
         return types.SimpleNamespace(returncode=0, stdout="")
 
     monkeypatch.setattr(bench.subprocess, "run", run)
@@ -415,6 +416,7 @@ def test_a_mistake_is_refused(line, what, monkeypatch, tmp_path):
     (tmp_path / "PEER").mkdir()
     (tmp_path / "PEER" / "train_gpt2.py").write_text(SCRIPT.replace("B = 64", "B = batch"))
     (tmp_path / "notes.md").write_text("mine")
+    monkeypatch.setattr(bench, "in_turn", lambda *args: pytest.fail("it was taken"))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=re.escape(what)):
         bench.main(line.split())

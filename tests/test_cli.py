@@ -93,6 +93,13 @@ def test_a_bug_keeps_its_traceback():
     assert "a bug" in result.stderr
 
 
+def test_a_system_that_allows_no_more_threads_is_told_in_one_line():
+    result = run_main("raise RuntimeError(\"can't start new thread\")")
+    assert result.returncode == 1
+    assert "OMP_NUM_THREADS" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
 def test_a_message_that_quotes_a_file_cannot_move_the_cursor():
     result = run_main(r"raise UserError('a\nb \x1b[31mc\u202e\0 d')")
     assert result.stderr == "command.py: a b ?[31mc?? d\n"

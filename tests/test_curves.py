@@ -6,6 +6,7 @@ import bench
 from runtime import curves
 from runtime.cli import UserError
 from runtime.curves import Curve
+from runtime.metrics import HEADER
 
 
 def curve(name="a", tokens=(0, 1000), losses=(9.0, 5.0), seconds=(0, 60), **more):
@@ -21,20 +22,21 @@ def rows_of(*found):
 
 # ----------------------------------------------------------------------------- reading
 
-def test_a_runs_curve_are_its_validations_but_for_an_incomplete_line(tmp_path):
-    (tmp_path / "metrics.csv").write_text(
-        "step,tokens,seconds,train,val,hella,lr,norm,tokens_per_second\n"
-        "0,0,0,9.5,11,,,,\n1,1000,30,9.4,,,,,\n2,2000,60,9.3,6,,,,\n3,3000,90,9.2,5.")
-    assert curves.read_curves(str(tmp_path)) == [
-        curve(str(tmp_path), [0, 2000], [11, 6], [0, 60])]
+@pytest.mark.parametrize("name", ["metrics.csv", "kept.csv"])
+def test_a_runs_curve_are_its_validations_on_the_newest_val_tokens(name, tmp_path):
+    (tmp_path / name).write_text(
+        f"{HEADER}\n0,0,0,9.5,12,,,,,64\n1,1000,30,9.4,11,,,,,32\n2,2000,60,9.3,,,,,,\n"
+        "3,3000,90,9.2,6,,,,,32\n4,4000,120,9.1,5.")
+    source = str(tmp_path if name == "metrics.csv" else tmp_path / name)
+    assert curves.read_curves(source) == [
+        curve(source, [1000, 3000], [11, 6], [30, 90], val_tokens=32)]
 
 
 @pytest.mark.parametrize("text, losses", [
     ("1e3,7\n2000,4.5\n", [[7, 4.5]]),
     ('"Step", "Loss","Tokens"\n# a comment\n1,7,1e3\n2,4,7000', [[7, 4]]),
     ("run,tokens,seconds,validation_loss\na,0,0,9\na,5,1,8\nb,0,0,7\n", [[9, 8], [7]]),
-    ("run,minutes,nats_per_character\na,0,9\na,2,8\n", [[9, 8]]),
-    ("tokens,val,val_tokens\n0,9,64\n1,8,64\n2,5,32\n3,4,32\n", [[5, 4]])])
+    ("run,minutes,nats_per_character\na,0,9\na,2,8\n", [[9, 8]])])
 def test_a_csv_file_holds_one_curve_or_several(text, losses):
     assert [found.losses for found in curves.parse_curves("file", text)] == losses
 
@@ -46,7 +48,8 @@ def test_minutes_become_seconds():
 
 
 @pytest.mark.parametrize("text", [
-    "", "a,b\n", "tokens,loss\n", "2,5\n1,4\n", "1,2\n3,x\n", "1,nan\n", "loss\n5\n"])
+    "", "a,b\n", "tokens,loss\n", "2,5\n1,4\n", "1,2\n3,x\n", "1,nan\n", "loss\n5\n",
+    f"{HEADER}\n0,0,0,9.5,,,,,,\n"])
 def test_a_file_that_is_no_curve_is_refused(text, tmp_path):
     path = tmp_path / "curve.csv"
     path.write_text(text)
@@ -86,7 +89,7 @@ def test_seeds_are_compared_with_the_same_seed():
 
 
 @pytest.mark.parametrize("ours, other, compared", [
-    ("64", "64", True), ("64", "", True), ("", "", True), ("64", "32", False)])
+    (64, 64, True), (64, None, True), (None, None, True), (64, 32, False)])
 def test_losses_over_other_tokens_are_not_compared(ours, other, compared):
     row = rows_of(curve("a", val_tokens=ours), curve("b", val_tokens=other))["b"]
     assert ("+0.000" in row["against the first"]) == compared

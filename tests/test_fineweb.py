@@ -576,7 +576,7 @@ def test_shards_of_another_version_are_refused(text):
 def test_shards_without_a_manifest_are_refused(text):
     prepare("--input", text, "--out", "out")
     Path("out/manifest.json").unlink()
-    assert "another version" in refusal("--input", text, "--out", "out")
+    assert "manifest.json is missing" in refusal("--input", text, "--out", "out")
 
 
 # ------------------------------------------------------------------------- --verify
@@ -654,13 +654,13 @@ def test_the_last_line_has_the_steps_of_about_an_epoch(count, tolerance):
 
 
 @pytest.mark.parametrize("count", [306_054, 600_000, 10**6, 10**7])
-def test_a_run_of_the_last_line_validates_ten_times_or_so_where_it_has_a_checkpoint(count):
+def test_a_run_of_the_last_line_validates_at_most_ten_times_where_it_has_a_checkpoint(count):
     words = fineweb.next_command(Path("d"), [10**5], [count]).split()
     flags = dict(zip(words, words[1:], strict=False))
     preset = PRESETS["shakespeare"].flags
     val_every = int(flags.get("--val_every", preset["val_every"]))
 
-    assert 4 <= int(flags["--max_steps"]) / val_every <= 10
+    assert 2 <= int(flags["--max_steps"]) / val_every <= 10
     assert val_every == preset["val_every"] or val_every % preset["checkpoint_every"] == 0
 
 

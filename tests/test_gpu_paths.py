@@ -99,12 +99,14 @@ def message_of_a_second_run(out, monkeypatch):
     ({"PMI_SIZE": "2"}, True),
     ({"OMPI_COMM_WORLD_SIZE": "1"}, False),
     ({"OMPI_COMM_WORLD_SIZE": "4", "WORLD_SIZE": "4"}, False),
-    ({"SLURM_NTASKS": "4"}, False),
+    ({"SLURM_NTASKS": "4", "SLURM_PROCID": "1"}, True),
+    ({"SLURM_NTASKS": "4", "SLURM_PROCID": "1", "WORLD_SIZE": "4"}, False),
+    ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, False),
     ({}, False),
 ])
-def test_a_second_run_that_mpirun_started_is_told_of_torchrun(
+def test_a_second_run_that_mpirun_or_srun_started_is_told_of_torchrun(
         variables, expected, tmp_path, monkeypatch):
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE"):
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_PROCID", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,5 @@
 """runtime/hardware.py: device and dtype, what fits into its memory, how fast devices are."""
+import math
 import os
 import platform
 import sys
@@ -525,6 +526,7 @@ def chosen_on_cpu(monkeypatch):
         tried = []
         monkeypatch.setattr(
             hardware, "time_micro_step", lambda state, T, device, B, reserved: tried.append(B))
+        monkeypatch.setattr(hardware, "settle_buckets", lambda *arguments: None)
         config = Config(batch_size=limit, sequence_length=8, compile=compile)
         schedule = BatchSchedule(sequences * 8, 10)
         return choose_micro_batch(config, True, schedule, None, process), tried
@@ -555,6 +557,39 @@ def test_the_smallest_limit_of_the_ranks_counts_for_all(chosen_on_cpu):
             return [value, 3]
 
     assert chosen_on_cpu(12, OneOfTwo(world_size=2)) == (3, [])
+
+
+# ----------------------------------------------------------------------- a container's quota
+
+@pytest.mark.parametrize("files, cores", [
+    ({"cpu.max": "50000 100000\n"}, 0.5),
+    ({"cpu.max": "max 100000\n"}, math.inf),
+    ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3.0),
+    ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, math.inf),
+    ({}, math.inf),
+])
+def test_the_cores_of_a_container_are_read_from_its_cgroup(files, cores, tmp_path):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert hardware.cpu_quota(tmp_path) == cores
+
+
+@pytest.mark.parametrize("quota, own_choice, threads", [
+    (0.5, None, [1]), (2.7, None, [2]), (8.0, None, []), (math.inf, None, []), (0.5, "4", [])])
+def test_torch_has_no_more_threads_than_a_container_has_cores(
+        quota, own_choice, threads, monkeypatch):
+    chosen = []
+    monkeypatch.setattr(hardware, "cpu_quota", lambda: quota)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if own_choice:
+        monkeypatch.setenv("OMP_NUM_THREADS", own_choice)
+
+    hardware.choose_device("cpu")
+
+    assert chosen == threads
 
 
 # ----------------------------------------------------------------------- a trial

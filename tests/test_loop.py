@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from helpers import BYTES, ROOT, contents, logged, refused, run, saved_steps, striking, train
-from peers import make_run
+from peers import GpuProcess, make_run
 from torch.nn.modules.module import register_module_forward_hook
 
 import train_gpt2
@@ -48,11 +48,6 @@ def test_gradients_that_always_overflow_end_a_run_in_float16_after_25_halvings_o
 
 
 # ----------------------------------------------------------------------- the loop
-
-class GpuProcess(Process):
-    """A process whose loop is that of a GPU. It computes nothing in these tests."""
-    on_gpu = True
-
 
 class FakeTime:
     """The loop with a clock of its own: steps, evaluations and saves take the times of a test.

@@ -380,13 +380,16 @@ def test_ranks_wait_an_hour_for_what_rank_0_downloads(environment, monkeypatch):
 # ----------------------------------------------------------------------- DDP
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:1"])
-def test_ddp_sends_no_buffers(device):
+def test_ddp_sends_no_buffers_and_gpus_do_not_wait_an_hour_in_a_step(device, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "new_group", lambda timeout: timeout)
     options = ddp_options(Process(device=device, world_size=2))
 
     if device == "cuda:1":
         assert options["device_ids"] == ["cuda:1"]
+        assert options["process_group"] == timedelta(minutes=10)
     else:
         assert "device_ids" not in options
+        assert "process_group" not in options
     buffers = options.get("broadcast_buffers", options.get("forward_sync_buffers"))
     assert buffers is False
     assert options.keys() <= signature(DDP).parameters.keys()

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from peers import Batches, make_model, make_run, tokens
+from peers import Batches, GpuProcess, make_model, make_run, tokens
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import train_gpt2
@@ -273,11 +273,12 @@ def test_ddps_sync_flag_is_set_before_the_forward_of_the_last_micro_step_only(ru
     assert flags == [False, False, False, True] * 2
 
 
-def test_with_ddp_gradients_stay_in_its_buckets_from_step_to_step(run_of_two):
+def test_on_gpus_gradients_stay_in_ddps_buckets_from_step_to_step(run_of_two):
     """There is no second copy. If they were None, micro-steps would accumulate into other memory.
 
     (DDP makes its buckets anew after the first step, in the order of the backward.)
     """
+    run_of_two.process = GpuProcess(world_size=2)
     assert run_of_two.state.ddp_model.gradient_as_bucket_view
     parameters = list(run_of_two.state.model.parameters())
     places = []
@@ -302,16 +303,20 @@ def test_each_gradient_is_sent_once_in_a_step(run_of_two):
     assert sum(sent) == sum(p.numel() for p in run_of_two.state.model.parameters())
 
 
-@pytest.mark.parametrize("world_size, micro_steps", [(1, 4), (2, 1)])
-def test_without_ddp_or_with_one_micro_step_no_gradient_is_kept(world_size, micro_steps, group):
-    _, state = one_step(micro_steps, process=Process(world_size=world_size))
-    assert all(p.grad is None for p in state.model.parameters())
-
-
-def test_where_the_batch_grows_gradients_stay_for_the_first_step_that_accumulates(run_of_two):
-    run_of_two.loader.micro_steps = lambda step: [1, 2][step]
+@pytest.mark.parametrize("process, micro_steps, are_kept", [
+    (GpuProcess(world_size=2), [4, 4], True),
+    (GpuProcess(world_size=2), [1, 4], True),           # the batch grows
+    (GpuProcess(world_size=2), [1, 1], False),
+    (GpuProcess(world_size=1), [4, 4], False),
+    (Process(world_size=2), [4, 4], False),             # or a resumed run had other bits
+])
+def test_gradients_are_kept_where_ddp_accumulates_on_gpus_next(
+        process, micro_steps, are_kept, run_of_two):
+    run_of_two.process = process
+    run_of_two.loader.micro_steps = lambda step: micro_steps[step]
     train_step(0, run_of_two)
-    assert all(p.grad is not None for p in run_of_two.state.model.parameters())
+    for p in run_of_two.state.model.parameters():
+        assert (p.grad is not None) == are_kept
 
 
 @pytest.mark.parametrize("signal, expected_votes", [("", 1), ("SIGTERM", 2)])

@@ -85,7 +85,7 @@ def play_on_two(play, micro_steps, *flags):
     ranks = play(*SMALL, "--batch_size", 8, "--total_batch_size", 2 * 8 * 256 * 2, *every(STEPS),
                  "--max_steps", STEPS, *flags, processes=2)
     output = ranks[0].output
-    assert "2 processes on cuda:0" in output
+    assert "2 processes (1 machine) on cuda:0" in output
     assert f"x {micro_steps} micro-steps" in output
     assert output.count("| HellaSwag accuracy: ") == 2
     assert output.count("sample 3") == 1
