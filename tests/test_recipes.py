@@ -63,6 +63,13 @@ def test_a_preset_that_has_a_recipe_is_refused_with_another_one():
     parse_flags(f"{line} frontier".split())
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_presets_validations_come_with_checkpoints(preset):
+    """Others would save the best weights once more, between the checkpoints."""
+    config = config_of(f"--preset {preset}")
+    assert config.val_every % config.checkpoint_every == 0
+
+
 @pytest.mark.parametrize("flags, max_lr", [
     ("", 3e-4), ("--max_lr 0.01", 0.01), ("--recipe speedrun", 0.02), ("--recipe frontier", 0.02)])
 def test_overfit_is_50_steps_on_one_batch_at_a_constant_rate(flags, max_lr):
