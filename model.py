@@ -154,6 +154,15 @@ class CausalSelfAttention(nn.Module):
 
 # ---------------------------------------------------------------------- blocks
 
+class LayerNorm(nn.LayerNorm):
+    """nn.LayerNorm whose result has the dtype of its input: autocast would make it float32."""
+
+    def forward(self, x):
+        # The matrix product that follows would round it in any case. But on several GPUs DDP cuts
+        # the compiled model just there, and would store it in float32.
+        return super().forward(x).to(x.dtype)
+
+
 class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -177,9 +186,9 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.n_embd)
+        self.ln_1 = LayerNorm(config.n_embd)
         self.attn = CausalSelfAttention(config, layer)
-        self.ln_2 = nn.LayerNorm(config.n_embd)
+        self.ln_2 = LayerNorm(config.n_embd)
         self.mlp = MLP(config)
 
     def forward(self, x, past=None):
@@ -253,6 +262,9 @@ class LanguageModel(nn.Module):
     # How many vectors of width n_embd a block keeps of each token for its backward, compiled. The
     # first guess of the micro-batch that fits into a GPU's memory is made with it.
     kept_vectors = 0.0
+
+    # How many blocks' gradients several GPUs send at a time (ddp_options in runtime/ranks.py).
+    blocks_per_bucket = 1
 
     # How to compute, which changes no result but by rounding. train_gpt2.py sets these.
     loss_chunk = 0          # how many tokens' logits training holds in memory at a time; 0: all
@@ -423,7 +435,7 @@ class GPT(LanguageModel):
             "wte": Embedding(V, C),
             "wpe": Embedding(config.block_size, C),
             "h": nn.ModuleList(blocks),
-            "ln_f": nn.LayerNorm(C),
+            "ln_f": LayerNorm(C),
         })
 
         # The head's weight is the embedding's (arXiv:1608.05859). On "meta" the layer's own weight,

@@ -143,6 +143,7 @@ def make_train_state(config: Config, model: LanguageModel, process: Process) -> 
     if process.world_size > 1:
         ddp_model = DDP(
             compiled_model,
+            bucket_cap_mb=ranks.bucket_size(model),
             gradient_as_bucket_view=True,           # no second copy of the gradients
             **ranks.ddp_options(process),           # the device; buffers are the same anyway
         )
@@ -444,11 +445,13 @@ def something_is_due(step: int, config: Config) -> bool:
 
 def check_finite(step: int, loss: float, norm: float, run: Run) -> None:
     """RunError if the loss or the gradient is not finite: the weights are not worth saving."""
+    if math.isfinite(loss) and math.isfinite(norm):
+        return
+
     # float16's scaler begins at 65536, leaves out a step whose gradient overflows, and halves its
     # scale. So some overflows are usual. 25 in a row bring it to 1/512: one more is an error.
-    scaler = run.state.scaler
-    may_overflow = scaler.is_enabled() and scaler.get_scale() >= 2**-9
-    if math.isfinite(loss) and (math.isfinite(norm) or may_overflow):
+    scaler = run.state.scaler               # to read its scale waits for a GPU, so it comes last
+    if math.isfinite(loss) and scaler.is_enabled() and scaler.get_scale() >= 2**-9:
         return
     raise run.process.error_on_rank0(RunError(
         f"the loss or the gradient of step {step} is not finite (loss {loss}, gradient norm "

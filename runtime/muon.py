@@ -1,4 +1,6 @@
 """Muon: momentum, orthogonalized (Keller Jordan 2024, kellerjordan.github.io/posts/muon)."""
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -67,13 +69,16 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
+        # While the ranks gather the updates of one group, they compute those of the next.
+        gathers = []
         for group in self.param_groups:
-            params = group["params"]
             momentum = self.momentum_of_share(group)            # (share, rows, columns)
             updates = orthogonalize(momentum, self.dtype)
-            if self.owner:
-                updates = self.gather(updates)                  # (ranks * share, rows, columns)
-            updates = updates[:len(params)].to(params[0].dtype)
+            gathers.append(self.start_gathering(updates))
+
+        for group, gather in zip(self.param_groups, gathers, strict=True):
+            params = group["params"]
+            updates = gather()[:len(params)].to(params[0].dtype)
 
             if group["weight_decay"]:
                 torch._foreach_mul_(params, 1.0 - group["lr"] * group["weight_decay"])
@@ -111,12 +116,22 @@ class Muon(torch.optim.Optimizer):
             self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         return self.state[p]["momentum_buffer"]
 
-    def gather(self, updates: Tensor) -> Tensor:
-        """The updates (share, rows, columns) of all ranks, one after the other."""
+    def start_gathering(self, updates: Tensor) -> Callable[[], Tensor]:
+        """Starts to gather the updates (share, rows, columns) of all ranks.
+
+        Returns a function that waits for them and returns them, one rank's after the other's.
+        """
+        if not self.owner:
+            return lambda: updates
+
         share, rows, columns = updates.shape
         gathered = updates.new_empty(self.ranks * share, rows, columns)
+        all_gather = dist.all_gather_into_tensor
         if hasattr(dist, "all_gather_single"):                                  # from torch 2.13 on
-            dist.all_gather_single(gathered, updates.contiguous())
-        else:
-            dist.all_gather_into_tensor(gathered, updates.contiguous())
-        return gathered
+            all_gather = dist.all_gather_single
+        under_way = all_gather(gathered, updates.contiguous(), async_op=True)
+
+        def wait():
+            under_way.wait()                    # on a GPU its stream waits, not the CPU
+            return gathered
+        return wait

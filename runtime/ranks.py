@@ -259,3 +259,13 @@ def ddp_options(process: Process) -> dict:
     else:
         options["broadcast_buffers"] = False
     return options
+
+
+def bucket_size(model: torch.nn.Module) -> int:
+    """MiB of gradients that DDP sends at a time: those of whole blocks, 25 MiB or more."""
+    # DDP cuts a compiled model where a bucket is full, so that it is sent while the backward goes
+    # on. Between blocks a cut stores the least. DDP's own 25 MiB would cut inside a wide block, and
+    # store its hidden layer.
+    block = sum(p.nbytes for p in model.transformer.h[0].parameters())
+    blocks = max(model.blocks_per_bucket, -(-25 * 2**20 // block))              # rounded up
+    return blocks * block // 2**20

@@ -7,13 +7,16 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from peers import LargestStorage, double_precision, make_model, plain_gpt2, tokens
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import GPT, GPTConfig, KVCache, attention, head_size, sample_token
 from presets import GPT2_SIZES
 from recipes import RECIPES
+from runtime.ranks import bucket_size
 from runtime.tokenizer import VOCAB_SIZE
 
 # ----------------------------------------------------------------------- shapes and initial weights
@@ -263,6 +266,51 @@ def test_recomputed_blocks_have_the_same_gradients_and_keep_less(recipe):
     bytes_kept_again = sum({t.data_ptr(): t.nbytes for t in kept_again}.values())
     inputs_of_blocks = 3 * 2 * 24 * 32 * 4
     assert inputs_of_blocks <= bytes_kept_again < bytes_kept / 2
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone, without which there is no DDP."""
+    torch.compiler.reset()              # it compiles only so many versions of a model
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def inputs_of_graphs(model):
+    """Of each graph into which DDP divides the compiled model, what the graphs before it made."""
+    found = []
+
+    def backend(graph, inputs):
+        made = []
+        for tensor in inputs:
+            if not isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point():
+                made.append(tensor)
+        found.append(made)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=backend, dynamic=False)
+    ddp_model = DDP(compiled, bucket_cap_mb=bucket_size(model))
+    with torch.autocast("cpu", torch.bfloat16):
+        ddp_model(tokens(1, 8), tokens(1, 8))
+    return found
+
+
+@pytest.mark.parametrize("width", [768, 1024, 1600])
+def test_several_gpus_divide_a_compiled_model_where_little_is_stored(width, one_rank):
+    """Between blocks: nothing is as wide as the hidden layer, and nothing float32."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab_size=512, n_layer=3, n_head=4, n_embd=width))
+    model = model.to_empty(device="cpu")
+
+    graphs = inputs_of_graphs(model)
+
+    assert len(graphs) == model.config.n_layer + 2
+    for inputs in graphs[1:]:
+        assert inputs
+        for tensor in inputs:
+            assert tensor.dtype == torch.bfloat16
+            assert tensor.size(-1) == width
 
 
 # ----------------------------------------------------------------------- optimizers

@@ -1,6 +1,7 @@
 """runtime/muon.py: orthogonal updates, and torch's own Muon."""
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 from runtime.muon import Muon, orthogonalize
@@ -57,3 +58,32 @@ def test_six_steps_are_those_of_torchs_muon_to_rounding():
     for p, q, before in zip(ours, theirs, start, strict=True):
         change = q - before
         assert (p - q).norm() < 0.03 * change.norm()
+
+
+def test_the_ranks_gather_a_group_while_they_compute_the_next(monkeypatch):
+    """No gather is waited for before all of them are under way."""
+    calls = []
+
+    class Work:
+        def wait(self):
+            calls.append("wait")
+
+    def all_gather(gathered, updates, async_op=False):
+        assert async_op
+        calls.append("start")
+        gathered.copy_(torch.cat((updates, updates)))
+        return Work()
+
+    for name in ("all_gather_single", "all_gather_into_tensor"):
+        monkeypatch.setattr(dist, name, all_gather, raising=False)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    params = matrices()
+    muon = Muon(params, lr=0.02)
+    for p in params:
+        p.grad = torch.randn_like(p)
+
+    muon.step()
+
+    assert calls == 3 * ["start"] + 3 * ["wait"]
