@@ -56,7 +56,8 @@ def make_adamw(model: GPT, config: Config) -> list:
         config.max_lr, config.weight_decay, betas=(0.9, 0.95), eps=1e-8)
 
 
-# recipes.py has only GPT-2's model, which is enough for scripts that do not train.
+# In recipes.py the entry of gpt2 has only its model, which is enough for scripts that do not train.
+# The rest of the recipe is here, so that this file shows all of it.
 RECIPES["gpt2"] = Recipe(GPT, make_adamw, lr_scale=warmup_cosine)
 
 
@@ -74,8 +75,8 @@ def start_process(device: str) -> Process:
 
     if process.world_size > 1:
         ranks.warn_without_torchrun(process)    # a WORLD_SIZE left in the shell would wait for ever
-        # The ranks wait while rank 0 downloads: HellaSwag, or 6 GB of gpt2-xl with --init. There is
-        # no destroy_process_group, which may wait for ever, too: run_command ends the process.
+        # The ranks wait while rank 0 downloads: HellaSwag, or 6 GB of gpt2-xl with --init.
+        # (There is no destroy_process_group, because it can hang: run_command ends the process.)
         timeout = timedelta(hours=1)
         dist.init_process_group(
             "nccl" if process.on_gpu else "gloo",
@@ -120,8 +121,8 @@ def make_train_state(config: Config, model: LanguageModel, process: Process) -> 
     model.use_attention(config.attention)
     model.recompute = config.recompute
     if process.device == "cpu" and not config.compile:
-        # An eager CPU computes the loss of so many tokens at a time: the logits of all of them
-        # would not fit into its caches. A compiler fuses the loss with them.
+        # An eager CPU computes the loss of 2,048 tokens at a time, because the logits of all would
+        # miss its caches. A compiler fuses the loss with them.
         model.loss_chunk = 2048
 
     optimizers = RECIPES[config.recipe].make_optimizers(model, config)
@@ -231,7 +232,7 @@ def train_step(step: int, run: Run) -> torch.Tensor:
 
     # DDP's gradients are views of its buckets. If the next step accumulates on a GPU, they are
     # zeroed and stay there: with None it would accumulate in new memory. On a CPU they become None,
-    # as they are when a run resumes, because DDP rounds the mean of others in another way.
+    # as after a resume, so that its bits are the same: DDP rounds the mean of views otherwise.
     keep_views = process.on_gpu and process.world_size > 1 and run.loader.micro_steps(step + 1) > 1
     state.model.zero_grad(set_to_none=not keep_views)
     return torch.stack((loss, norm, votes))
@@ -352,6 +353,7 @@ def is_due(step: int, config: Config, period: int) -> bool:
 def save(step: int, run: Run) -> None:
     """Writes OUT/checkpoint_STEP.pt; training on a GPU goes on meanwhile."""
     state = run.state
+    # Ranks that round differently take the weights of rank 0.
     checkpoint.keep_together(state.model, state.optimizer, run.process)
 
     # All ranks take part: some of the optimizers' state is on one of them alone.
@@ -398,7 +400,7 @@ def train(step: int, run: Run) -> tuple[int, bool]:
             launched.end(step, lr, numbers)
             step += 1
 
-            # What follows a loss that is not finite must not be evaluated or saved.
+            # Before an evaluation or a save this waits for the last loss, which has to be finite.
             if log_steps(launched, wait_for_all=something_is_due(step, config), run=run):
                 raise Stopped               # a rank has voted for it
 
@@ -407,7 +409,7 @@ def train(step: int, run: Run) -> tuple[int, bool]:
                 save(step, run)
                 last_saved = step
 
-        # The last evaluation, unless the run had ended before this start of it.
+        # The last evaluation, unless this is a finished run that was started again.
         if not run.process.from_master(run.output.was_evaluated(step)):
             evaluate(step, run)
             run.output.draw_losses(last=True)
@@ -437,7 +439,7 @@ def log_steps(launched: LaunchedSteps, wait_for_all: bool, run: Run) -> bool:
 
 
 def something_is_due(step: int, config: Config) -> bool:
-    """Whether an evaluation, a checkpoint or the end of the run comes before this step."""
+    """Whether an evaluation, a checkpoint or the end of the run is due after `step` steps."""
     periods = (config.val_every, config.hellaswag_every, config.sample_every,
                config.checkpoint_every)
     return step == config.max_steps or any(is_due(step, config, period) for period in periods)
@@ -465,8 +467,8 @@ def main(argv: list[str] | None = None) -> None:
     given = FLAGS.parse(__doc__, argv)                  # {flag: value} of the command line
     process = start_process(given.get("device", "auto"))      # first, so that ranks can agree
     with hardware.memory_errors(process.device), network.lost_machines(process):
-        # First where the run begins, by the command line; then all flags, some of them from its
-        # checkpoint. (on_all_ranks: a mistake on one rank ends all of them.)
+        # First find the checkpoint, if there is one, by the flags that were typed. Then resolve all
+        # flags, some of which it has. (on_all_ranks: a mistake on one rank ends all of them.)
         start = checkpoint.find_start(FLAGS.merge(given), process, models(), load_model)
         asked, config = process.on_all_ranks(FLAGS.resolve, given, start, process)
         check_ranks_agree(config, process)
@@ -504,7 +506,7 @@ def start_run(asked: Config, config: Config, start: checkpoint.Start, process: P
             checkpoint.restore, start, data, schedule, state.optimizer, state.scaler)
     console.print_header(config, process, data, model, schedule, start)
 
-    # The sequences of a micro-batch. One is tried if it is compiled, or "auto" on a GPU.
+    # The sequences of a micro-batch. With --compile, or "auto" on a GPU, one micro-step is tried.
     may_shrink = asked.batch_size == "auto"
     B = hardware.choose_micro_batch(config, may_shrink, schedule, state, process)
     console.print_batch(config, process, schedule, B)
