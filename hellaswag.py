@@ -18,6 +18,7 @@ from runtime.cli import (
     MODEL_HELP,
     FlagParser,
     UserError,
+    brief_error,
     check_range,
     run_command,
     user_path,
@@ -58,12 +59,12 @@ def load_examples(path: str | Path | None = None) -> list[dict]:
 def load_examples_of_the_hub() -> list[dict]:
     import datasets
 
-    with reading(
-        f"HellaSwag ({HUB_NAME})",
-        "check the connection, or use a .jsonl file of HellaSwag examples",
-        problem="cannot be fetched from the Hugging Face hub",
-    ):
+    try:
         rows = datasets.load_dataset(HUB_NAME, split="validation")
+    except Exception as error:          # of the network's errors each library has its own classes
+        raise UserError(f"HellaSwag ({HUB_NAME}) cannot be fetched from the Hugging Face hub "
+                        f"({brief_error(error)}): check the connection, or use a .jsonl file of "
+                        "HellaSwag examples") from None
     return [check_example(row, f"{HUB_NAME}, row {i}") for i, row in enumerate(rows)]
 
 

@@ -44,12 +44,6 @@ def error_of_the_system(error: OSError) -> UserError | RunError:
     return RunError(f"{error}: check the disk or the mount; the same command goes on")
 
 
-def vanished(path: str | Path) -> RunError:
-    """The error of a file that was in a folder's list a moment ago."""
-    return RunError(f"{path} was listed and is not there: check the disk or the mount; the same "
-                    "command goes on")
-
-
 # ----------------------------------------------------------------------------- flags
 
 def flag(default, group, help, **metadata):

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from runtime.cli import UserError, vanished
+from runtime.cli import RunError, UserError
 from runtime.files import reading
 from runtime.recipe import BatchSchedule
 from runtime.shards import count_tokens, list_shards, read_shard, unfinished
@@ -95,8 +95,9 @@ class TokenDataset:
         else:
             try:
                 length = count_tokens(shard)
-            except FileNotFoundError:                   # it was in the list
-                raise vanished(shard) from None
+            except FileNotFoundError:
+                raise RunError(f"{shard} was listed and is not there: check the disk or the mount; "
+                               "the same command goes on") from None
             first = read_shard(shard, 0, SAMPLE_TOKENS)
             last = read_shard(shard, max(0, length - DIGEST_TOKENS))
         self._check_ids(i, first[:SAMPLE_TOKENS])       # _sequences checks all of them

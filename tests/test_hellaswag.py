@@ -1,4 +1,5 @@
 """hellaswag.py: its counts against a plain scoring of row after row, its data, the command."""
+import errno
 import json
 import math
 import random
@@ -271,6 +272,21 @@ def test_where_rank_0_has_failed_the_others_do_not_try(monkeypatch):
     """The hub's library waits and tries again for half a minute."""
     monkeypatch.setattr(hellaswag, "load_examples_of_the_hub", lambda: pytest.fail("it tries"))
     assert batches_of_run(config_of(), OneOfTwo(1, "no network")) == []
+
+
+@pytest.mark.parametrize("error", [
+    ConnectionError("Couldn't reach the hub"), OSError(errno.ECONNREFUSED, "Connection refused"),
+    ValueError("no such split"),
+], ids=repr)
+def test_whatever_the_hub_answers_a_run_goes_on_with_a_warning(error, monkeypatch, capsys):
+    def fail(name, split):
+        raise error
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=fail))
+    assert batches_of_run(config_of(), Process()) == []
+    line = capsys.readouterr().out
+    assert "warning" in line
+    assert error.args[-1] in line
 
 
 def test_a_run_without_hellaswag_reads_nothing(monkeypatch):
