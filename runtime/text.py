@@ -257,8 +257,14 @@ def read_parquet(path: Path, field: str) -> Rows:
         # Only 64 rows at a time: in a dictionary-encoded column half a kilobyte of file can stand
         # for many copies of a huge document.
         batches = file.iter_batches(batch_size=64, columns=[field], use_threads=False)
+        rows = 0
         for batch in batches:
+            rows += batch.num_rows
             yield from column_texts(batch.column(0), field)
+
+        # A changed byte in the footer can make pyarrow read no rows at all, without an error.
+        if rows != file.metadata.num_rows:
+            raise ValueError(f"it has {rows} rows, expected {file.metadata.num_rows}")
 
 
 def read_arrow(path: Path, field: str) -> Rows:

@@ -562,6 +562,16 @@ def test_two_columns_of_a_table_with_the_name_are_refused(name, write, tmp_path)
         read(tmp_path / name)
 
 
+def test_a_parquet_file_of_which_fewer_rows_are_read_than_it_has_is_refused(tmp_path, monkeypatch):
+    """As where pyarrow finds none behind a changed byte of the footer."""
+    path = tmp_path / "a.parquet"
+    write_parquet(pyarrow.table({"text": ["one", "two", "three"]}), path)
+    monkeypatch.setattr(
+        pyarrow.parquet.ParquetFile, "iter_batches", lambda *arguments, **options: iter(()))
+    with pytest.raises(UserError, match="a.parquet.*3"):
+        read(path)
+
+
 def test_a_flipped_bit_in_a_parquet_page_with_a_crc_is_refused(tmp_path):
     # Spark writes the CRC. Without compression the bit changes a letter, and nothing else.
     table = pyarrow.table({"text": ["The letter is here: e."] * 3})
