@@ -443,7 +443,7 @@ def next_command(out: Path, val: list[int], train: list[int]) -> str:
     log = shlex.quote(f"log/{out.resolve().name}")
     command = f"next: python train_gpt2.py --preset {preset} --data {data} --out {log}"
     if preset == "shakespeare":
-        steps = steps_of_an_epoch(sum(train))
+        steps = steps_of_epochs(2, sum(train))          # backwards, then forwards
         command += f" --max_steps {steps}"
         # With the preset's 100 a long run would validate for longer than it trains. Every 100 steps
         # it has a checkpoint.
@@ -454,9 +454,12 @@ def next_command(out: Path, val: list[int], train: list[int]) -> str:
     return command
 
 
-def steps_of_an_epoch(tokens: int) -> int:
-    """The steps in which --preset shakespeare reads so many tokens about once, but at least 100."""
+def steps_of_epochs(epochs: int, tokens: int) -> int:
+    """The steps in which --preset shakespeare reads so many tokens about `epochs` times, but at
+    least 100.
+    """
     flags = PRESETS["shakespeare"].flags
+    tokens *= epochs
 
     def tokens_of_run(steps):
         # The batch of its first steps may be smaller.

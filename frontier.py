@@ -145,6 +145,7 @@ class FrontierGPT(ModernLanguageModel):
     lookup_tables = ("bigram", "part")
     computed_tables = ("parts",)                # an export has no tokenizer to compute it
     softcap = 15.0                              # record 18
+    may_sample = True
 
     # As in speedrun the blocks of a new model add nothing. Nor do the tables of shared rows.
     zero_at_start = ("c_proj.weight", "bigram.weight", "part.weight")
@@ -197,15 +198,16 @@ class FrontierGPT(ModernLanguageModel):
         total.add_(self.transformer.part(forms))        # in place, which saves time on a CPU
         return total.add_(rows)
 
-    def head(self):
+    def head(self, ids=None):
         """(vocab_size, C): a token is predicted by the same sum of rows that embeds it."""
-        return self.add_parts(self.lm_head.weight, self.parts)
+        if ids is None:
+            return self.add_parts(self.lm_head.weight, self.parts)
+        return self.add_parts(self.transformer.wte(ids), self.parts[:, ids])
 
     def embed(self, tokens, T, dtype):
         # The last T tokens and the one before them, if there is one: the first pair needs it.
         tokens = tokens[:, -T - 1:]
-        rows = self.add_parts(self.transformer.wte(tokens), self.parts[:, tokens])
-        x = norm(rows.to(dtype))
+        x = norm(self.head(tokens).to(dtype))
 
         pairs = bigram_hash(tokens, self.transformer.bigram.num_embeddings)
         x = norm(x + self.transformer.bigram(pairs).to(dtype))
@@ -274,6 +276,17 @@ def muon_momentum(progress: float, config) -> float:
     return min(rising, falling)
 
 
+def read_backwards(sequences: int, epoch: int) -> int:
+    """All but the last epoch of a run are read backwards, each sequence from its end to its start.
+
+    Both counts are in sequences: those of the run and those of an epoch.
+    """
+    # What the model learns of words, and of what stands near what, holds in both directions. A text
+    # that was read backwards is still new to it when it is read forwards: in a second epoch in the
+    # same direction the validation loss rises (docs/lab-notes.md).
+    return max(0, sequences - epoch)
+
+
 # modded-nanogpt's records up to 2026, where they help at small sizes, and more (docs/recipes.md).
 # 5,833 steps are 1.31B tokens, an estimate: record 10's, less what the later records save.
 RECIPE = Recipe(
@@ -282,6 +295,7 @@ RECIPE = Recipe(
     lr_scale=speedrun.trapezoid,
     momentum=muon_momentum,
     batch_divisors=growing_batch,               # record 46
+    backward=read_backwards,
     # A preset wins over `defaults`, but not over `rates`: the presets' rates are for AdamW.
     defaults=dict(n_head=6, max_steps=5833, weight_decay=0.0, grad_clip=math.inf),
     rates=dict(max_lr=0.02, warmup_steps=0),

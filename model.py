@@ -270,14 +270,21 @@ class LanguageModel(nn.Module):
     loss_chunk = 0          # how many tokens' logits training holds in memory at a time; 0: all
     recompute = False       # compute each block again in the backward, to keep less in memory
 
+    # Training on a CPU may compute the logits of a sample of the tokens only, which changes a loss
+    # by noise. Evaluations compute all.
+    may_sample = False      # whether the recipe does
+    sample = None           # a runtime.loss.VocabularySample, set by train_gpt2.py
+
     def use_attention(self, kernel: str) -> None:
         """Computes attention by this kernel, one of ATTENTION, from now on."""
         for block in self.transformer.h:
             block.attn.kernel = kernel
 
-    def head(self) -> Tensor:
-        """The matrix (vocab_size, C) that turns hidden states into logits."""
-        return self.lm_head.weight
+    def head(self, ids: Tensor | None = None) -> Tensor:
+        """The matrix (vocab_size, C) that turns hidden states into logits, or its rows `ids`."""
+        if ids is None:
+            return self.lm_head.weight
+        return F.embedding(ids, self.lm_head.weight)
 
     def logits(self, x: Tensor, head: Tensor | None = None) -> Tensor:
         """x (..., C) -> (..., vocab_size). `head` is what self.head() returns, if it is known."""
@@ -308,10 +315,19 @@ class LanguageModel(nn.Module):
         x = x.flatten(0, 1)                                                     # (B T, C)
         targets = targets.flatten()                                             # (B T)
         if self.loss_chunk:
-            loss = chunked_cross_entropy(x, self.head(), targets, self.loss_chunk, self.softcap)
+            ids, weights = None, None
+            if self.sample and torch.is_grad_enabled():
+                ids, targets, weights = self.sample.choose(targets)
+            loss = chunked_cross_entropy(
+                x, self.head(ids), targets, self.loss_chunk, self.softcap, weights)
         else:
             loss = F.cross_entropy(self.logits(x).float(), targets, ignore_index=-1)
         return None, loss
+
+    def begin_step(self, step: int) -> None:
+        """Before each training step: draws the sample of the vocabulary, if there is one."""
+        if self.sample:
+            self.sample.draw(step)
 
     def run_block(self, block: nn.Module, *args):
         """block(*args). With `recompute` the backward computes it again (arXiv:1604.06174)."""

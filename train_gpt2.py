@@ -26,9 +26,10 @@ from model import GPT, LanguageModel
 from recipes import RECIPES, fresh_model, load_model, models
 from runtime import checkpoint, console, dataloader, hardware, network, ranks
 from runtime.cli import RunError, run_command
-from runtime.dataloader import Data, TrainLoader
+from runtime.dataloader import Data, TokenDataset, TrainLoader
 from runtime.flags import check_ranks_agree
 from runtime.launched import LaunchedSteps
+from runtime.loss import VocabularySample
 from runtime.optimizers import CombinedOptimizer
 from runtime.output import Output
 from runtime.ranks import Process, Stopped
@@ -199,6 +200,7 @@ def train_step(step: int, run: Run) -> torch.Tensor:
     """
     process = run.process
     state = run.state
+    state.model.begin_step(step)
 
     # Gradient accumulation: each backward() adds to the gradients. The losses are divided by the
     # number of micro-steps, because the loss of the batch is their mean, not their sum.
@@ -491,6 +493,18 @@ def evaluate_only(config: Config, start: checkpoint.Start, process: Process) -> 
                    f"{console.loss_text(loss, data)} on {tokens:,} tokens of {config.data}")
 
 
+def look_at_text(
+    config: Config, text: TokenDataset, schedule: BatchSchedule, model: LanguageModel
+) -> None:
+    """What a recipe makes of the training text: frontier reads a part of it backwards at first,
+    and on a CPU computes the logits of a sample of the vocabulary."""
+    sequences = schedule.tokens_before(config.max_steps) // config.sequence_length
+    text.backward = RECIPES[config.recipe].backward(sequences, text.total)
+    if model.may_sample and model.loss_chunk:
+        occurrences = text.occurrences(config.vocab_size)
+        model.sample = VocabularySample(occurrences, config.seed)
+
+
 def start_run(asked: Config, config: Config, start: checkpoint.Start, process: Process) -> None:
     """Makes the parts of a run, and trains; with --dry_run it ends before that."""
     # The data, and the model with all that trains it.
@@ -504,6 +518,7 @@ def start_run(asked: Config, config: Config, start: checkpoint.Start, process: P
     if start.path:
         process.on_all_ranks(
             checkpoint.restore, start, data, schedule, state.optimizer, state.scaler)
+    look_at_text(config, data.train, schedule, model)
     console.print_header(config, process, data, model, schedule, start)
 
     # The sequences of a micro-batch. With --compile, or "auto" on a GPU, one micro-step is tried.

@@ -118,7 +118,11 @@ def print_header(config, process, data, model, schedule: BatchSchedule, start: S
 
     tokens = schedule.tokens_before(c.max_steps)
     epochs = tokens / c.sequence_length / data.train.total
-    say(f"{c.max_steps:,} steps = {tokens:,} tokens = {epochs:,.2f} epochs; {learning_rates(c)}")
+    backward = ""
+    if data.train.backward:
+        backward = f", of which {data.train.backward / data.train.total:,.2f} backwards"
+    say(f"{c.max_steps:,} steps = {tokens:,} tokens = {epochs:,.2f} epochs{backward}; "
+        f"{learning_rates(c)}")
     say(", ".join(plans(c)))
 
     flops = schedule.tokens_left(start.step) * model.flops_per_token(c.sequence_length)

@@ -79,6 +79,7 @@ class TokenDataset:
         # How many sequences each shard has, and all of them.
         self.counts = [(length - 1) // self.T for _, length, _ in self.fingerprint]
         self.total = sum(self.counts)
+        self.backward = 0       # sequences before this number are read from end to start
         if self.total == 0:
             raise UserError(f"{self.names[0]} has too few tokens (found {self.fingerprint[0][1]}, "
                             f"expected at least {self.T + 1} for a sequence and its last target): "
@@ -102,6 +103,13 @@ class TokenDataset:
             last = read_shard(shard, max(0, length - DIGEST_TOKENS))
         self._check_ids(i, first[:SAMPLE_TOKENS])       # _sequences checks all of them
         return [Path(self.names[i]).name, length, digest(first, last)]
+
+    def occurrences(self, vocab_size: int) -> np.ndarray:
+        """How often each token occurs in the first million tokens: int64 (vocab_size,)."""
+        shard = self.shards[0]
+        if not isinstance(shard, np.ndarray):
+            shard = read_shard(shard, 0, SAMPLE_TOKENS)
+        return np.bincount(shard[:SAMPLE_TOKENS], minlength=vocab_size)
 
     def _check_ids(self, i, tokens):
         largest = tokens.max(initial=0)
@@ -140,6 +148,7 @@ class TokenDataset:
         Each row has T inputs and, one token later, T targets.
         """
         parts = []
+        backward = max(0, self.backward - first)
         while count > 0:
             # Locate the sequence `first`: its epoch, its shard, its row there.
             epoch, position = divmod(first, self.total)
@@ -155,7 +164,10 @@ class TokenDataset:
             parts.append(part)
             first += len(part)
             count -= len(part)
-        return np.concatenate(parts)
+
+        rows = np.concatenate(parts)
+        rows[:backward] = rows[:backward, ::-1].copy()
+        return rows
 
 
 def micro_batches(

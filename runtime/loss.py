@@ -8,12 +8,49 @@ Shapes: N tokens in all, n of them at a time, C = n_embd, V = vocab_size.
 """
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from runtime.matmul import matmul_dtype
 
 LN2 = math.log(2)
+
+
+# ---------------------------------------------------------------------- a sample of the vocabulary
+# Most tokens are rare: of GPT-2's 50,257 all but some 3,000 make up 4% of Shakespeare. A softmax
+# needs them only for its sum, and a few of them, each of which counts for many, tell that sum well
+# enough. So a step draws the tokens whose logits it computes. A token that is drawn with
+# probability q counts 1 / q times, so that the sum of exponentials is right in the mean.
+
+class VocabularySample:
+    """The tokens whose logits a step computes, drawn anew for each step by the seed alone.
+
+    `occurrences`, int64 (V,), is how often each token occurs in the training text.
+    """
+
+    def __init__(self, occurrences: np.ndarray, seed: int):
+        # A token that is one in 20,000 of the text is always drawn, the rarest in 1 of 16 steps.
+        share = occurrences / occurrences.sum()
+        self.probability = np.clip(20_000 * share, 1 / 16, 1.0)
+        self.seed = seed
+        self.draw(0)
+
+    def draw(self, step: int) -> None:
+        """Sets `weights`, float32 (V,): 1 / q for a token that is drawn, 0 for the others."""
+        generator = np.random.Philox(np.random.SeedSequence((self.seed, step)))
+        drawn = generator.random_raw(len(self.probability)) <= 2.0**64 * self.probability
+        self.weights = torch.from_numpy(np.where(drawn, 1 / self.probability, 0.0)).float()
+
+    def choose(self, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The ids (K,) of the drawn tokens and the targets (N,), the targets' places among them,
+        and their weights (K,).
+        """
+        chosen = self.weights > 0
+        chosen[targets.clamp(min=0)] = True
+        ids = chosen.nonzero().flatten()
+        places = torch.where(targets >= 0, chosen.cumsum(0)[targets] - 1, -1)
+        return ids, places, self.weights[ids]
 
 
 # ---------------------------------------------------------------------- the loss of some tokens
@@ -31,18 +68,20 @@ LN2 = math.log(2)
 #
 # of which the constant -c can be left out.
 
-def cross_entropy_in_place(logits: Tensor, targets: Tensor, softcap: float = 0.0) -> Tensor:
+def cross_entropy_in_place(
+    logits: Tensor, targets: Tensor, softcap: float = 0.0, weights: Tensor | None = None
+) -> Tensor:
     """Sum of the losses (nats) for the head's output `logits` (n, V), before the softcap.
 
-    targets (n,); -1 is ignored. Overwrites `logits` with the gradient of the sum.
+    targets (n,); -1 is ignored. `weights` (V,), if given: how often each logit counts in the sum of
+    exponentials. Overwrites `logits` with the gradient of the sum.
     """
     is_scored = (targets >= 0)[:, None]                                         # (n, 1)
     targets = targets.clamp(min=0)[:, None]                                     # (n, 1)
 
     # On a CPU (AMD EPYC) torch's exp can take 8 times as long as its exp2, and its tanh 20 times.
-    # So tanh is written with sigmoid, as above, and exp(z) as exp2(z / ln 2). `z` starts as y;
-    # after the `if` it is the z above, divided by ln 2. Functions that end in _ work in place, so
-    # that fewer tensors compete for the CPU's cache.
+    # So tanh is written with sigmoid, as above, and exp(z) as exp2(z / ln 2). `z` starts as y; then
+    # it is the z above, divided by ln 2. In place, fewer tensors compete for the CPU's cache.
     z = logits.float()
     if softcap:
         # These z lie between 0 and 2 softcap / ln 2. No maximum has to be subtracted from them:
@@ -56,6 +95,9 @@ def cross_entropy_in_place(logits: Tensor, targets: Tensor, softcap: float = 0.0
 
     z_of_target = z.gather(1, targets)                                          # (n, 1)
     exps = torch.exp2_(z)                                                       # (n, V)
+    if weights is not None:
+        # The target counts once, drawn or not: so no loss depends on the rest of the batch.
+        exps.mul_(weights).scatter_(1, targets, z_of_target.exp2())
     total = exps.sum(dim=1, keepdim=True)                                       # (n, 1)
     losses = total.log() - z_of_target * LN2
     loss = (losses * is_scored).sum()
@@ -86,11 +128,12 @@ def cross_entropy_in_place(logits: Tensor, targets: Tensor, softcap: float = 0.0
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Mean cross-entropy (nats) of the logits x W^T, with `chunk` tokens' logits in memory.
 
-    x (N, C), weight (V, C), targets int64 (N,), of which -1 is ignored.
+    x (N, C), weight (V, C), targets int64 (N,), of which -1 is ignored. `weights` are those of
+    cross_entropy_in_place.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, chunk, softcap, needs_gradient):
+    def forward(ctx, x, weight, targets, chunk, softcap, weights, needs_gradient):
         dtype = matmul_dtype(x)
 
         # The loss takes a quarter of the time if it is computed for a few rows at a time, whose
@@ -109,7 +152,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 logits = x_i @ w.t()                                            # (n, V)
                 tiles = zip(logits.split(tile), targets_i.split(tile), strict=True)
                 for rows, targets_of_rows in tiles:
-                    loss += cross_entropy_in_place(rows, targets_of_rows, softcap)
+                    loss += cross_entropy_in_place(rows, targets_of_rows, softcap, weights)
 
                 if needs_gradient:
                     gradient = logits           # cross_entropy_in_place has overwritten them
@@ -135,12 +178,17 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         dx, dw, scale = ctx.saved_tensors
         factor = g * scale
         # dw is overwritten, as nothing needs it again: autograd refuses a second backward.
-        return dx * factor, dw.mul_(factor), None, None, None, None
+        return dx * factor, dw.mul_(factor), None, None, None, None, None
 
 
 def chunked_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, chunk: int, softcap: float
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk: int,
+    softcap: float,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """ChunkedCrossEntropy, with gradients where torch computes gradients."""
     needs_gradient = torch.is_grad_enabled()
-    return ChunkedCrossEntropy.apply(x, weight, targets, chunk, softcap, needs_gradient)
+    return ChunkedCrossEntropy.apply(x, weight, targets, chunk, softcap, weights, needs_gradient)

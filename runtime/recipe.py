@@ -29,6 +29,10 @@ class Recipe:
     # (config) -> the batch schedule's divisors; see BatchSchedule.
     batch_divisors: Callable = lambda config: (1, 1, 1)
 
+    # (sequences of the run, sequences of an epoch) -> how many sequences, the first of the run, are
+    # read backwards.
+    backward: Callable = lambda sequences, epoch: 0
+
     # {flag: value} where this recipe's default is not that of Config. `rates` also win over a
     # preset, whose learning rates are for AdamW.
     defaults: dict = field(default_factory=dict)

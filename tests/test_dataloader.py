@@ -144,6 +144,18 @@ def test_another_seed_is_another_order():
     assert not np.array_equal(orders[0], orders[2])
 
 
+@pytest.mark.parametrize("first, count", [(0, 6), (3, 6), (7, 5), (12, 3)])
+def test_the_sequences_before_a_number_are_read_backwards(first, count):
+    """Also where the number is within a read, or in a later epoch."""
+    forwards = TokenDataset(numbered_shards(33), 4, 1, True)
+    dataset = TokenDataset(numbered_shards(33), 4, 1, True)
+    dataset.backward = 10
+    expected = []
+    for number, row in enumerate(forwards.read(first, count).tolist(), start=first):
+        expected.append(row[::-1] if number < 10 else row)
+    assert dataset.read(first, count).tolist() == expected
+
+
 # ----------------------------------------------------------------- steps, ranks, micro-batches
 
 @FAST

@@ -1,4 +1,5 @@
 """runtime/loss.py: the loss and its gradients in chunks of tokens are those of all at once."""
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -6,7 +7,7 @@ from peers import LargestStorage, tokens
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import GPT, GPTConfig
-from runtime.loss import chunked_cross_entropy, cross_entropy_in_place
+from runtime.loss import VocabularySample, chunked_cross_entropy, cross_entropy_in_place
 
 
 def plain_loss(x, weight, targets, softcap):
@@ -146,3 +147,112 @@ def test_in_float16_the_gradients_of_unlikely_tokens_survive_the_chunks():
 
     for exact, rounded in zip(*gradients, strict=True):
         assert (rounded - exact).norm() < 0.01 * exact.norm()
+
+
+# ----------------------------------------------------------------------- a sample of the vocabulary
+
+def problem_of_many_rare_tokens():
+    """x, weight, targets, and how often each of 2,000 tokens occurs: most of them never."""
+    torch.manual_seed(0)
+    occurrences = 100_000 // np.arange(1, 2001) ** 2
+    x = torch.randn(12, 8).double().requires_grad_()
+    weight = 0.3 * torch.randn(2000, 8).double()
+    weight[:, 0] += torch.from_numpy(occurrences + 0.1).log() / 8
+    targets = torch.tensor([0, 1, 2, 3, 0, -1, 700, 1999, 5, 0, 40, 0])
+    return x, weight.requires_grad_(), targets, occurrences
+
+
+def sampled_loss(x, weight, targets, sample, softcap):
+    ids, places, weights = sample.choose(targets)
+    return chunked_cross_entropy(x, weight[ids], places, 7, softcap, weights)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 15.0])
+def test_a_sampled_loss_weighs_each_logit_but_the_targets_own(softcap):
+    x, weight, targets, occurrences = problem_of_many_rare_tokens()
+    sample = VocabularySample(occurrences, seed=0)
+    assert sample.weights[700] == 0, "a target that the sample lacks"
+
+    logits = x @ weight.t()
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    scored = targets >= 0
+    own = F.one_hot(targets[scored], 2000).bool()
+    weights = torch.where(own, 1.0, sample.weights.double())
+    totals = (logits[scored].exp() * weights).sum(dim=1)
+    expected = (totals.log() - logits[scored][own]).mean()
+    found = sampled_loss(x, weight, targets, sample, softcap)
+
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    for gradient, expected_gradient in zip(
+            torch.autograd.grad(found, (x, weight)), torch.autograd.grad(expected, (x, weight)),
+            strict=True):
+        assert (gradient - expected_gradient).norm() <= 1e-5 * expected_gradient.norm()
+
+
+@pytest.mark.parametrize("softcap", [0.0, 15.0])
+def test_the_mean_over_many_samples_is_the_whole_loss_with_its_gradients(softcap):
+    x, weight, targets, occurrences = problem_of_many_rare_tokens()
+    whole = plain_loss(x, weight, targets, softcap)
+    expected = [whole, *torch.autograd.grad(whole, (x, weight))]
+
+    means = [torch.zeros_like(tensor) for tensor in expected]
+    sample = VocabularySample(occurrences, seed=0)
+    for step in range(500):
+        sample.draw(step)
+        loss = sampled_loss(x, weight, targets, sample, softcap)
+        gradients = torch.autograd.grad(loss, (x, weight))
+        for mean, tensor in zip(means, (loss, *gradients), strict=True):
+            mean += tensor / 500
+
+    assert means[0].item() == pytest.approx(whole.item(), rel=0.01)
+    for mean, gradient in zip(means[1:], expected[1:], strict=True):
+        assert (mean - gradient).norm() < 0.06 * gradient.norm()
+
+
+def test_a_sample_has_all_frequent_tokens_and_few_others():
+    *_, occurrences = problem_of_many_rare_tokens()
+    sample = VocabularySample(occurrences, seed=0)
+    frequent = occurrences > occurrences.sum() / 20_000
+    assert (sample.weights[frequent] == 1).all()
+    drawn = (sample.weights[occurrences == 0] > 0).float().mean()
+    assert drawn == pytest.approx(1 / 16, abs=0.02)
+
+
+def test_a_sample_follows_from_the_seed_and_the_step():
+    *_, occurrences = problem_of_many_rare_tokens()
+    draws = []
+    for seed, step in ((0, 5), (0, 5), (0, 6), (1, 5)):
+        sample = VocabularySample(occurrences, seed)
+        sample.draw(step)
+        draws.append(sample.weights)
+
+    assert draws[0].equal(draws[1])
+    assert not draws[0].equal(draws[2])
+    assert not draws[0].equal(draws[3])
+
+
+def test_a_sampled_loss_does_not_depend_on_the_rest_of_the_micro_batch():
+    """Otherwise the number of processes would change it by more than rounding."""
+    x, weight, targets, occurrences = problem_of_many_rare_tokens()
+    sample = VocabularySample(occurrences, seed=0)
+    assert sample.weights[700] == 0, "a target that the sample lacks"
+
+    whole = sampled_loss(x, weight, targets, sample, 15.0) * 11         # one of 12 is ignored
+    halves = 0
+    for part, count in ((slice(0, 6), 5), (slice(6, 12), 6)):
+        halves += sampled_loss(x[part], weight, targets[part], sample, 15.0) * count
+    assert halves.item() == pytest.approx(whole.item(), rel=1e-6)
+
+
+def test_an_evaluation_computes_all_logits():
+    model = small_model()
+    model.loss_chunk = 16
+    idx = tokens(4, 32, vocab_size=640)
+    with torch.no_grad():
+        _, whole = model(idx, idx)
+        model.sample = VocabularySample(np.arange(640) == 0, seed=0)
+        _, again = model(idx, idx)
+    _, sampled = model(idx, idx)
+    assert again.item() == whole.item()
+    assert sampled.item() != whole.item()

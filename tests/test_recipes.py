@@ -230,7 +230,7 @@ def test_rate_and_momentum_of_a_step_of_a_run_without_other_flags(flags, step, r
 
 @pytest.mark.parametrize("flags, first_steps", [
     ("--recipe frontier", [(0, 131_072), (3333, 262_144), (5000, 524_288)]),
-    ("--preset shakespeare", [(0, 1024), (100, 2048)]),
+    ("--preset shakespeare --max_steps 200", [(0, 1024), (100, 2048)]),
 ])
 def test_frontiers_batch_grows_at_these_steps(flags, first_steps):
     config = config_of(flags)
