@@ -7,16 +7,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import logged, run, train
-from peers import tokens
+from peers import make_run, tokens
 
 import frontier
 import speedrun
 from frontier import FrontierGPT, automatic, bigram_hash, muon_momentum, parts_of_tokens
 from runtime.cli import UserError
+from runtime.loss import VocabularySample
 from runtime.recipe import make_batch_schedule
 from runtime.shards import write_shard
 from runtime.tokenizer import EOT, tokenizer
 from speedrun import trapezoid
+from train_gpt2 import look_at_text, train_step
 
 # ----------------------------------------------------------------------- the model
 
@@ -243,6 +245,12 @@ def test_cooldown_and_floor_follow_from_the_runs_steps(steps, cooldown, floor):
 
 # ----------------------------------------------------------------------- a run
 
+@pytest.mark.parametrize("sequences, epoch, backward", [
+    (7, 10, 0), (10, 10, 0), (13, 10, 3), (20, 10, 10), (35, 10, 25)])
+def test_all_but_the_last_epoch_is_read_backwards(sequences, epoch, backward):
+    assert frontier.read_backwards(sequences, epoch) == backward
+
+
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
     """Of a run on n^2 mod 97: what comes next follows from the last two tokens."""
@@ -280,3 +288,31 @@ def test_processes_and_micro_batches_change_only_rounding(processes, more, flags
     val = logged(alone, "val")
     assert logged(out, "val")[16] == pytest.approx(val[16], abs=0.02)
     assert val[16] < val[0] - 1
+
+
+@pytest.mark.parametrize("max_steps, backward", [(11, False), (24, True)])
+def test_a_run_of_more_than_an_epoch_reads_backwards_at_first(
+        max_steps, backward, flags, tmp_path, capsys):
+    """An epoch has 187 sequences, a step at most 16."""
+    train(*flags, "--max_steps", max_steps, "--val_every", 0, "--out", tmp_path / "log")
+    assert ("backwards" in capsys.readouterr().out) == backward
+
+
+@pytest.mark.parametrize("recipe", ["gpt2", "speedrun", "frontier"])
+def test_frontier_alone_computes_the_logits_of_a_sample_drawn_for_each_step(recipe):
+    run = make_run(recipe=recipe, total_batch_size=8 * 24)
+    look_at_text(run.config, run.data.train, run.schedule, run.state.model)
+    train_step(3, run)
+
+    if recipe != "frontier":
+        assert run.state.model.sample is None
+        return
+    expected = VocabularySample(run.data.train.occurrences(96), run.config.seed)
+    expected.draw(3)
+    assert run.state.model.sample.weights.equal(expected.weights)
+
+
+def test_a_compiled_frontier_computes_all_logits():
+    run = make_run(recipe="frontier", compile=True)
+    look_at_text(run.config, run.data.train, run.schedule, run.state.model)
+    assert run.state.model.sample is None

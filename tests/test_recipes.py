@@ -211,10 +211,10 @@ def config_of(flags):
     ("--recipe frontier", 4999, 0.012003, 0.95),
     ("--recipe frontier", 5708, 0.00350015, 0.900005),
     ("--recipe frontier", 5832, 0.002012001, 0.85040004),
-    ("--preset shakespeare", 22, 0.02, 0.8238095),
+    ("--preset shakespeare", 22, 0.02, 0.8239693),
     ("--preset shakespeare", 138, 0.02, 0.85),
-    ("--preset shakespeare", 169, 0.0104166, 0.85),
-    ("--preset shakespeare", 199, 0.00110022, 0.85),
+    ("--preset shakespeare", 200, 0.01375307, 0.85),
+    ("--preset shakespeare", 297, 0.001443323, 0.85),
 ])
 def test_rate_and_momentum_of_a_step_of_a_run_without_other_flags(flags, step, rate, momentum):
     config = config_of(flags)
