@@ -276,14 +276,18 @@ def muon_momentum(progress: float, config) -> float:
     return min(rising, falling)
 
 
-def read_backwards(sequences: int, epoch: int) -> int:
-    """All but the last epoch of a run are read backwards, each sequence from its end to its start.
+def read_backwards(config, sequences: int, epoch: int) -> int:
+    """How many sequences, the first ones of a run, are read from their end to their start.
 
     Both counts are in sequences: those of the run and those of an epoch.
     """
-    # What the model learns of words, and of what stands near what, holds in both directions. A text
-    # that was read backwards is still new to it when it is read forwards: in a second epoch in the
-    # same direction the validation loss rises (docs/lab-notes.md).
+    # What the model learns of words, and of what stands near what, holds in both directions. And
+    # what it has only read backwards is still new when it is read forwards: so a second epoch
+    # lowers the validation loss, which in one direction it raises (docs/lab-notes.md).
+    #
+    # Weights from elsewhere know that already, and --overfit is to see one batch again and again.
+    if config.init != "scratch" or config.overfit:
+        return 0
     return max(0, sequences - epoch)
 
 

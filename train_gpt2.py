@@ -496,10 +496,11 @@ def evaluate_only(config: Config, start: checkpoint.Start, process: Process) -> 
 def look_at_text(
     config: Config, text: TokenDataset, schedule: BatchSchedule, model: LanguageModel
 ) -> None:
-    """What a recipe makes of the training text: frontier reads a part of it backwards at first,
-    and on a CPU computes the logits of a sample of the vocabulary."""
+    """What depends on the training text. Of the recipes here only frontier has such ideas."""
+    # How much of it is read backwards at first; and, on a CPU, for which tokens of the vocabulary
+    # the loss computes logits.
     sequences = schedule.tokens_before(config.max_steps) // config.sequence_length
-    text.backward = RECIPES[config.recipe].backward(sequences, text.total)
+    text.backward = RECIPES[config.recipe].backward(config, sequences, text.total)
     if model.may_sample and model.loss_chunk:
         occurrences = text.occurrences(config.vocab_size)
         model.sample = VocabularySample(occurrences, config.seed)

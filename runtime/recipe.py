@@ -29,9 +29,9 @@ class Recipe:
     # (config) -> the batch schedule's divisors; see BatchSchedule.
     batch_divisors: Callable = lambda config: (1, 1, 1)
 
-    # (sequences of the run, sequences of an epoch) -> how many sequences, the first of the run, are
-    # read backwards.
-    backward: Callable = lambda sequences, epoch: 0
+    # (config, sequences of the run, sequences of an epoch) -> how many sequences, the first ones of
+    # the run, are read backwards.
+    backward: Callable = lambda config, sequences, epoch: 0
 
     # {flag: value} where this recipe's default is not that of Config. `rates` also win over a
     # preset, whose learning rates are for AdamW.
