@@ -285,10 +285,10 @@ def read_backwards(config, sequences: int, epoch: int) -> int:
     # what it has only read backwards is still new when it is read forwards: so a second epoch
     # lowers the validation loss, which in one direction it raises (docs/lab-notes.md).
     #
-    # Weights from elsewhere know that already, and --overfit is to see one batch again and again.
-    if config.init != "scratch" or config.overfit:
+    # That holds for one epoch, and for a new model.
+    if config.init != "scratch":
         return 0
-    return max(0, sequences - epoch)
+    return min(epoch, max(0, sequences - epoch))
 
 
 # modded-nanogpt's records up to 2026, where they help at small sizes, and more (docs/recipes.md).
