@@ -199,7 +199,10 @@ class FrontierGPT(ModernLanguageModel):
         return total.add_(rows)
 
     def head(self, ids=None):
-        """(vocab_size, C): a token is predicted by the same sum of rows that embeds it."""
+        """(vocab_size, C), or (..., C) of the tokens `ids`.
+
+        A token is predicted by the same sum of rows that embeds it.
+        """
         if ids is None:
             return self.add_parts(self.lm_head.weight, self.parts)
         return self.add_parts(self.transformer.wte(ids), self.parts[:, ids])

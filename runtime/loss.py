@@ -18,10 +18,10 @@ LN2 = math.log(2)
 
 
 # ---------------------------------------------------------------------- a sample of the vocabulary
-# Most tokens are rare: of GPT-2's 50,257 all but some 3,000 make up 4% of Shakespeare. A softmax
-# needs them only for its sum, and a few of them, each of which counts for many, tell that sum well
-# enough. So a step draws the tokens whose logits it computes. A token that is drawn with
-# probability q counts 1 / q times, so that the sum of exponentials is right in the mean.
+# Most tokens are rare: 1,800 of GPT-2's 50,257 make up 89% of Shakespeare. The softmax needs the
+# others only for its sum, which a few of them, each of which counts for many, tell well enough. So
+# a step draws the tokens whose logits it computes, some 6,500. A token that is drawn with
+# probability q counts 1 / q times, so that the mean of the sum over all draws is the whole sum.
 
 class VocabularySample:
     """The tokens whose logits a step computes, drawn anew for each step by the seed alone.
