@@ -127,11 +127,11 @@ def make_config(**more):
     return Config(**SHAPE | automatic | {"total_batch_size": 256} | more)
 
 
-def print_header(config, process=None, step=0):
+def print_header(config, process=None, step=0, backward=0):
     """Of a run with 500 sequences of data."""
     if process is None:
         process = Process()
-    data = SimpleNamespace(train=SimpleNamespace(total=500))
+    data = SimpleNamespace(train=SimpleNamespace(total=500, backward=backward))
     schedule = BatchSchedule(config.total_batch_size, config.max_steps)
     start = Start(step=step)
     console.print_header(config, process, data, GPT(GPTConfig(**SHAPE)), schedule, start)
@@ -155,6 +155,13 @@ def test_the_header_counts_parameters_tokens_and_epochs_and_says_what_is_planned
         checkpoint_every=1100, out="a/log"))
 
     assert word in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("backward, said", [
+    (0, "epochs; max_lr"), (125, ", of which 0.25 backwards;")])
+def test_the_header_says_how_much_is_read_backwards(backward, said, capsys):
+    print_header(make_config(max_steps=37), backward=backward)
+    assert said in capsys.readouterr().out
 
 
 def test_a_compiled_run_says_that_it_takes_a_while_and_one_without_out_writes_nothing(capsys):
