@@ -56,18 +56,19 @@ def check_a_default_run_compiles_only_the_micro_batch_that_it_takes(card, memory
 # DDP divides a compiled model, to send gradients during the backward. What is stored between two
 # parts must not cost more than sending in the background gains.
 
-@pytest.mark.parametrize("recipe, sequences", [
-    ("gpt2", 16), ("gpt2", 64), ("speedrun", 64), ("frontier", 16),
-])
-def check_the_graphs_of_a_rank_move_hardly_more_than_one_graph(recipe, sequences, play):
-    """frontier begins with a quarter of the batch, which is 16 sequences for each of 8 GPUs."""
-    flags = ["--recipe", recipe, "--batch_size", sequences, "--dry_run", "--compile"]
+@pytest.mark.parametrize("recipe, n_layer", [("gpt2", 4), ("speedrun", 8), ("frontier", 8)])
+def check_the_graphs_of_a_rank_move_hardly_more_than_one_graph(recipe, n_layer, play):
+    """With 12 layers they are measured in docs/lab-notes.md.
+
+    frontier begins with a quarter of the batch, which is 16 sequences for each of 8 GPUs.
+    """
+    flags = ["--recipe", recipe, "--n_layer", n_layer, "--batch_size", 16, "--dry_run", "--compile"]
     alone = play(*flags)
     rank = play(*flags, NULL_GPU_RANKS=8)
     ratio = rank.bytes_of_graphs() / alone.bytes_of_graphs()
     print(f"{rank.count('forward')} graphs each way, {ratio:.4f} times the bytes of one")
     assert alone.count("forward") == 1
-    assert 2 < rank.count("forward") <= 12 + 2
+    assert 2 < rank.count("forward") <= n_layer + 2
     assert ratio <= 1.01
 
 
