@@ -192,8 +192,8 @@ class FrontierGPT(ModernLanguageModel):
 
         `parts`, int64 (2, ...), are the indices that parts_of_tokens has for these tokens.
         """
-        # On several GPUs DDP cuts a compiled model where it meets a table. `contiguous` changes
-        # nothing, but makes that be here, and not amid the sum, which a cut would store.
+        # On several GPUs DDP cuts a compiled model where a table is first used. `contiguous`, which
+        # copies nothing here, makes that be before the sum: a cut amid it would store half a sum.
         rows = rows.contiguous()
         table = self.transformer.part.weight.contiguous()
 
