@@ -324,10 +324,10 @@ class LanguageModel(nn.Module):
             loss = F.cross_entropy(self.logits(x).float(), targets, ignore_index=-1)
         return None, loss
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int, loader) -> None:
         """Before each training step: draws the sample of the vocabulary, if there is one."""
         if self.sample:
-            self.sample.draw(step)
+            self.sample.draw(step, loader.tokens_of_step(step))
 
     def run_block(self, block: nn.Module, *args):
         """block(*args). With `recompute` the backward computes it again (arXiv:1604.06174)."""

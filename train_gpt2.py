@@ -200,7 +200,7 @@ def train_step(step: int, run: Run) -> torch.Tensor:
     """
     process = run.process
     state = run.state
-    state.model.begin_step(step)
+    state.model.begin_step(step, run.loader)
 
     # Gradient accumulation: each backward() adds to the gradients. The losses are divided by the
     # number of micro-steps, because the loss of the batch is their mean, not their sum.

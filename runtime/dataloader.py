@@ -230,6 +230,7 @@ class TrainLoader:
     def __init__(
         self, dataset: TokenDataset, schedule: BatchSchedule, B: int, first_step: int, process
     ):
+        self.dataset = dataset
         self.schedule = schedule
         self.B = B
         self.device = process.device
@@ -242,6 +243,12 @@ class TrainLoader:
     def micro_steps(self, step: int) -> int:
         """How many micro-batches each rank computes in this step."""
         return self.schedule.tokens(step) // self.tokens_of_micro_step
+
+    def tokens_of_step(self, step: int) -> torch.Tensor:
+        """All tokens of a step, on all ranks: int64 (sequences, T+1)."""
+        T = self.dataset.T
+        first, count = self.schedule.tokens_before(step) // T, self.schedule.tokens(step) // T
+        return torch.from_numpy(self.dataset.read(first, count).astype(np.int64))
 
     def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs x and targets y of the next micro-batch, int64 (B, T) each, on the device."""

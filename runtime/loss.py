@@ -34,23 +34,28 @@ class VocabularySample:
         share = occurrences / occurrences.sum()
         self.probability = np.clip(20_000 * share, 1 / 16, 1.0)
         self.seed = seed
-        self.draw(0)
+        self.draw(0, torch.empty(0, dtype=torch.int64))
 
-    def draw(self, step: int) -> None:
-        """Sets `weights`, float32 (V,): 1 / q for a token that is drawn, 0 for the others."""
+    def draw(self, step: int, tokens: Tensor) -> None:
+        """Draws for a step. `tokens`, of any shape, are all of this step, on all processes."""
         generator = np.random.Philox(np.random.SeedSequence((self.seed, step)))
         drawn = generator.random_raw(len(self.probability)) <= 2.0**64 * self.probability
+
+        # float32 (V,): how often each token counts, 0 where it was not drawn. Those of the step
+        # count once: they are the targets, and what the model may expect to come again.
         self.weights = torch.from_numpy(np.where(drawn, 1 / self.probability, 0.0)).float()
+        self.weights[tokens.flatten()] = 1.0
 
     def choose(self, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The ids (K,) of the drawn tokens and the targets (N,), the targets' places among them,
-        and their weights (K,).
+        """The ids (K,) of the chosen tokens, the targets' places among them, their weights (K,).
+
+        targets (N,); -1 is ignored.
         """
-        chosen = self.weights > 0
-        chosen[targets.clamp(min=0)] = True
-        ids = chosen.nonzero().flatten()
-        places = torch.where(targets >= 0, chosen.cumsum(0)[targets] - 1, -1)
-        return ids, places, self.weights[ids]
+        weights = self.weights.clone()
+        weights[targets.clamp(min=0)] = 1.0         # a trial's targets are not those of a step
+        ids = weights.nonzero().flatten()
+        places = torch.where(targets >= 0, weights.sign().long().cumsum(0)[targets] - 1, -1)
+        return ids, places, weights[ids]
 
 
 # ---------------------------------------------------------------------- the loss of some tokens
@@ -74,7 +79,7 @@ def cross_entropy_in_place(
     """Sum of the losses (nats) for the head's output `logits` (n, V), before the softcap.
 
     targets (n,); -1 is ignored. `weights` (V,), if given: how often each logit counts in the sum of
-    exponentials. Overwrites `logits` with the gradient of the sum.
+    exponentials, once for a target. Overwrites `logits` with the gradient of the sum.
     """
     is_scored = (targets >= 0)[:, None]                                         # (n, 1)
     targets = targets.clamp(min=0)[:, None]                                     # (n, 1)
@@ -96,8 +101,7 @@ def cross_entropy_in_place(
     z_of_target = z.gather(1, targets)                                          # (n, 1)
     exps = torch.exp2_(z)                                                       # (n, V)
     if weights is not None:
-        # The target counts once, drawn or not: so no loss depends on the rest of the batch.
-        exps.mul_(weights).scatter_(1, targets, z_of_target.exp2())
+        exps.mul_(weights)
     total = exps.sum(dim=1, keepdim=True)                                       # (n, 1)
     losses = total.log() - z_of_target * LN2
     loss = (losses * is_scored).sum()

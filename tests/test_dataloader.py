@@ -229,6 +229,7 @@ def test_a_loader_counts_its_micro_steps_and_begins_at_its_first_step():
     expected = dataset.read(16 + 2, 2)          # after four steps of 4, and the two rows of rank 0
     assert x.tolist() == expected[:, :-1].tolist()
     assert y.tolist() == expected[:, 1:].tolist()
+    assert loader.tokens_of_step(4).tolist() == dataset.read(16, 8).tolist()    # of both ranks
 
 
 # ----------------------------------------------------------------------- to the device

@@ -302,7 +302,8 @@ def test_a_run_of_more_than_an_epoch_reads_backwards_at_first(
 
 @pytest.mark.parametrize("recipe", ["gpt2", "speedrun", "frontier"])
 def test_frontier_alone_computes_the_logits_of_a_sample_drawn_for_each_step(recipe):
-    run = make_run(recipe=recipe, total_batch_size=8 * 24)
+    run = make_run(recipe=recipe)
+    run.loader.tokens_of_step = lambda step: tokens(8, 25)
     look_at_text(run.config, run.data.train, run.schedule, run.state.model)
     train_step(3, run)
 
@@ -310,7 +311,7 @@ def test_frontier_alone_computes_the_logits_of_a_sample_drawn_for_each_step(reci
         assert run.state.model.sample is None
         return
     expected = VocabularySample(run.data.train.occurrences(96), run.config.seed)
-    expected.draw(3)
+    expected.draw(3, tokens(8, 25))
     assert run.state.model.sample.weights.equal(expected.weights)
 
 

@@ -168,19 +168,18 @@ def sampled_loss(x, weight, targets, sample, softcap):
 
 
 @pytest.mark.parametrize("softcap", [0.0, 15.0])
-def test_a_sampled_loss_weighs_each_logit_but_the_targets_own(softcap):
+def test_a_sampled_loss_weighs_each_logit(softcap):
     x, weight, targets, occurrences = problem_of_many_rare_tokens()
     sample = VocabularySample(occurrences, seed=0)
     assert sample.weights[700] == 0, "a target that the sample lacks"
+    sample.draw(0, tokens=targets.clamp(min=0))
 
     logits = x @ weight.t()
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
     scored = targets >= 0
-    own = F.one_hot(targets[scored], 2000).bool()
-    weights = torch.where(own, 1.0, sample.weights.double())
-    totals = (logits[scored].exp() * weights).sum(dim=1)
-    expected = (totals.log() - logits[scored][own]).mean()
+    totals = (logits[scored].exp() * sample.weights).sum(dim=1)
+    expected = (totals.log() - logits[scored, targets[scored]]).mean()
     found = sampled_loss(x, weight, targets, sample, softcap)
 
     assert found.item() == pytest.approx(expected.item(), rel=1e-5)
@@ -199,7 +198,7 @@ def test_the_mean_over_many_samples_is_the_whole_loss_with_its_gradients(softcap
     means = [torch.zeros_like(tensor) for tensor in expected]
     sample = VocabularySample(occurrences, seed=0)
     for step in range(500):
-        sample.draw(step)
+        sample.draw(step, targets.clamp(min=0))
         loss = sampled_loss(x, weight, targets, sample, softcap)
         gradients = torch.autograd.grad(loss, (x, weight))
         for mean, tensor in zip(means, (loss, *gradients), strict=True):
@@ -210,9 +209,11 @@ def test_the_mean_over_many_samples_is_the_whole_loss_with_its_gradients(softcap
         assert (mean - gradient).norm() < 0.06 * gradient.norm()
 
 
-def test_a_sample_has_all_frequent_tokens_and_few_others():
+def test_a_sample_has_all_frequent_tokens_those_of_the_step_and_few_others():
     *_, occurrences = problem_of_many_rare_tokens()
     sample = VocabularySample(occurrences, seed=0)
+    sample.draw(7, torch.tensor([[1998, 0], [1999, 0]]))
+    assert sample.weights[[1998, 1999]].tolist() == [1, 1]
     frequent = occurrences > occurrences.sum() / 20_000
     assert (sample.weights[frequent] == 1).all()
     drawn = (sample.weights[occurrences == 0] > 0).float().mean()
@@ -224,7 +225,7 @@ def test_a_sample_follows_from_the_seed_and_the_step():
     draws = []
     for seed, step in ((0, 5), (0, 5), (0, 6), (1, 5)):
         sample = VocabularySample(occurrences, seed)
-        sample.draw(step)
+        sample.draw(step, torch.tensor([3]))
         draws.append(sample.weights)
 
     assert draws[0].equal(draws[1])
@@ -236,7 +237,8 @@ def test_a_sampled_loss_does_not_depend_on_the_rest_of_the_micro_batch():
     """Otherwise the number of processes would change it by more than rounding."""
     x, weight, targets, occurrences = problem_of_many_rare_tokens()
     sample = VocabularySample(occurrences, seed=0)
-    assert sample.weights[700] == 0, "a target that the sample lacks"
+    assert sample.weights[700] == 0, "a target that is not drawn"
+    sample.draw(0, targets.clamp(min=0))
 
     whole = sampled_loss(x, weight, targets, sample, 15.0) * 11         # one of 12 is ignored
     halves = 0
