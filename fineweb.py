@@ -31,7 +31,7 @@ from types import SimpleNamespace
 import numpy as np
 from tqdm import tqdm
 
-from presets import PRESETS
+from presets import PRESETS, SMALL_TEXT
 from runtime.cli import FlagParser, UserError, check_range, run_command, user_path
 from runtime.files import lock_folder, remove_leftovers
 from runtime.recipe import BatchSchedule, growing_batch
@@ -443,7 +443,8 @@ def next_command(out: Path, val: list[int], train: list[int]) -> str:
     log = shlex.quote(f"log/{out.resolve().name}")
     command = f"next: python train_gpt2.py --preset {preset} --data {data} --out {log}"
     if preset == "shakespeare":
-        steps = steps_of_epochs(2, sum(train))          # backwards, then forwards
+        epochs = 2 if sum(train) <= SMALL_TEXT else 1   # of two the first is read backwards
+        steps = steps_of_epochs(epochs, sum(train))
         command += f" --max_steps {steps}"
         # With the preset's 100 a long run would validate for longer than it trains. Every 100 steps
         # it has a checkpoint.

@@ -9,6 +9,11 @@ GPT2_SIZES = {
 }
 
 
+# A text of at most so many tokens is small. fineweb.py proposes to read it twice, and on a CPU
+# frontier computes a sample of its logits (docs/recipes.md).
+SMALL_TEXT = 2**20
+
+
 @dataclass(frozen=True)
 class Preset:
     """The flags of --preset NAME. One that sets the recipe refuses another --recipe."""

@@ -105,11 +105,12 @@ class TokenDataset:
         return [Path(self.names[i]).name, length, digest(first, last)]
 
     def occurrences(self, vocab_size: int) -> np.ndarray:
-        """How often each token occurs in the first million tokens: int64 (vocab_size,)."""
-        shard = self.shards[0]
-        if not isinstance(shard, np.ndarray):
-            shard = read_shard(shard, 0, SAMPLE_TOKENS)
-        return np.bincount(shard[:SAMPLE_TOKENS], minlength=vocab_size)
+        """How often each token occurs: int64 (vocab_size,). Reads all shards."""
+        counts = np.zeros(vocab_size, dtype=np.int64)
+        for shard in self.shards:
+            tokens = shard if isinstance(shard, np.ndarray) else read_shard(shard)
+            counts += np.bincount(tokens, minlength=vocab_size)
+        return counts
 
     def _check_ids(self, i, tokens):
         largest = tokens.max(initial=0)

@@ -156,12 +156,12 @@ def test_the_sequences_before_a_number_are_read_backwards(first, count):
     assert dataset.read(first, count).tolist() == expected
 
 
-def test_tokens_are_counted_in_the_beginning_of_the_first_shard(tmp_path, monkeypatch):
-    monkeypatch.setattr(dataloader, "SAMPLE_TOKENS", 10)
-    first = np.array([1, 1, 3, 1, 3, 0, 0, 1, 1, 1, 2, 2], dtype=np.uint16)
+def test_the_tokens_of_all_shards_are_counted(tmp_path):
+    first = np.array([1, 1, 3, 1, 3, 0, 0, 1], dtype=np.uint16)
+    second = np.array([5, 3, 3, 3, 3, 3, 3, 3], dtype=np.uint16)
     write_shard(tmp_path / "text_train_000001.npy", first)
-    for shards in ([first, first], [tmp_path / "text_train_000001.npy"]):
-        assert TokenDataset(shards, 4).occurrences(6).tolist() == [2, 6, 0, 2, 0, 0]
+    dataset = TokenDataset([tmp_path / "text_train_000001.npy", second], 4)
+    assert dataset.occurrences(6).tolist() == [2, 4, 0, 9, 0, 1]
 
 
 # ----------------------------------------------------------------- steps, ranks, micro-batches

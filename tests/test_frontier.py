@@ -315,7 +315,10 @@ def test_frontier_alone_computes_the_logits_of_a_sample_drawn_for_each_step(reci
     assert run.state.model.sample.weights.equal(expected.weights)
 
 
-def test_a_compiled_frontier_computes_all_logits():
-    run = make_run(recipe="frontier", compile=True)
+@pytest.mark.parametrize("compile, small", [(True, 10**6), (False, 287)])
+def test_a_compiled_frontier_or_a_larger_text_has_all_logits(compile, small, monkeypatch):
+    """The text of a test has 288 tokens."""
+    monkeypatch.setattr("train_gpt2.SMALL_TEXT", small)
+    run = make_run(recipe="frontier", compile=compile)
     look_at_text(run.config, run.data.train, run.schedule, run.state.model)
     assert run.state.model.sample is None
