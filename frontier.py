@@ -290,10 +290,9 @@ def read_backwards(config, sequences: int, epoch: int) -> int:
     Both counts are in sequences: those of the run and those of an epoch.
     """
     # What the model learns of words, and of what stands near what, holds in both directions. And
-    # what it has only read backwards is still new when it is read forwards: so a second epoch
-    # lowers the validation loss, which in one direction it raises (docs/lab-notes.md).
-    #
-    # That holds for one epoch, and for a new model.
+    # what it has only read backwards is still new when it is read forwards: so two epochs gain 0.12
+    # nats per token on Shakespeare, and 0.01 if both are read forwards (docs/lab-notes.md). That
+    # holds for one epoch backwards, and for a new model.
     if config.init != "scratch":
         return 0
     return min(epoch, max(0, sequences - epoch))
