@@ -499,7 +499,7 @@ def look_at_text(
 ) -> None:
     """What depends on the training text. Of the recipes here only frontier has such ideas."""
     # How much of it is read backwards at first; and, of a small text on a CPU, for which tokens of
-    # the vocabulary the loss computes logits. (Of a large text the sample costs 0.02 nats.)
+    # the vocabulary the loss computes logits. (Of a large text it costs 0.015 nats.)
     sequences = schedule.tokens_before(config.max_steps) // config.sequence_length
     text.backward = RECIPES[config.recipe].backward(config, sequences, text.total)
     is_small = text.total * text.T <= SMALL_TEXT
