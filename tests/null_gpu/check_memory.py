@@ -49,3 +49,34 @@ def check_a_default_run_compiles_only_the_micro_batch_that_it_takes(card, memory
     micro_steps = 512 // sequences
     assert f"tokens per step = {sequences} x 1024 x {micro_steps} micro-steps" in report.output
     assert [graph["kind"] for graph in report.graphs] == ["forward", "backward"]
+
+
+# ----------------------------------------------------------------------- several GPUs
+
+# DDP divides a compiled model, to send gradients during the backward. What is stored between two
+# parts must not cost more than sending in the background gains.
+
+@pytest.mark.parametrize("recipe, n_layer", [("gpt2", 4), ("speedrun", 8), ("frontier", 8)])
+def check_the_graphs_of_a_rank_move_hardly_more_than_one_graph(recipe, n_layer, play):
+    """With 12 layers they are measured in docs/lab-notes.md.
+
+    frontier begins with a quarter of the batch, which is 16 sequences for each of 8 GPUs.
+    """
+    flags = ["--recipe", recipe, "--n_layer", n_layer, "--batch_size", 16, "--dry_run", "--compile"]
+    alone = play(*flags)
+    rank = play(*flags, NULL_GPU_RANKS=8)
+    ratio = rank.bytes_of_graphs() / alone.bytes_of_graphs()
+    print(f"{rank.count('forward')} graphs each way, {ratio:.4f} times the bytes of one")
+    assert alone.count("forward") == 1
+    assert 2 < rank.count("forward") <= n_layer + 2
+    assert ratio <= 1.01
+
+
+def check_a_rank_with_three_blocks_of_xl(play):
+    """A wide block is one graph, which stores no hidden layer for the next."""
+    rank = play("--n_layer", 3, "--n_embd", 1600, "--n_head", 25, "--batch_size", 16,
+                "--total_batch_size", 8 * 16 * 1024, "--max_steps", 2, "--compile", *every(0),
+                NULL_GPU_RANKS=8)
+    print(f"{rank.count('forward')} graphs each way, {rank.allocated / GiB:.2f} GiB")
+    assert rank.count("forward") == rank.count("backward") == 3 + 2
+    assert rank.allocated <= 7.3 * GiB

@@ -41,11 +41,14 @@ def data(tmp_path_factory):
 
 @pytest.fixture
 def play(data, tmp_path):
-    """play(*flags) runs train_gpt2.py, or another script, under run.py in an empty folder.
+    """play(*flags) runs train_gpt2.py, or another script, under run.py.
 
-    Returns its Report; of several processes a list of them. `settings` are environment variables.
+    Returns its Report; of several processes a list of them. `settings` are environment variables:
+    with NULL_GPU_RANKS=8 one process does what rank 0 of eight would do.
     """
     def play(*flags, script=ROOT / "train_gpt2.py", processes=1, code=0, **settings):
+        for report in tmp_path.glob("report*"):
+            report.unlink()
         command = [sys.executable]
         if processes > 1:
             command += ["-m", "torch.distributed.run", "--standalone"]

@@ -39,6 +39,14 @@ class Report:
         last = {graph["kind"]: graph[which] for graph in self.graphs}
         return last["forward"] + last["backward"]
 
+    def bytes_of_graphs(self):
+        """Read and written by all graphs. A forward has several on a rank of many."""
+        return sum(graph["bytes"] for graph in self.graphs)
+
+    def count(self, kind):
+        """How many graphs of that kind there are."""
+        return sum(graph["kind"] == kind for graph in self.graphs)
+
     def launches(self):
         """Of kernels, in the last update."""
         total = 0
