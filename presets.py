@@ -26,7 +26,7 @@ PRESETS = {
             recipe="frontier", data="data/shakespeare", out="log/shakespeare",
             n_layer=4, n_head=2, n_embd=256, block_size=1024,
             total_batch_size=2048, max_steps=200,
-            val_every=100, hellaswag_every=0, sample_every=100, sample_prompt="\n",
+            val_every=100, hellaswag_every=0, sample_every=100, sample_prompt="auto",
             checkpoint_every=100,
         ),
     ),
@@ -36,7 +36,7 @@ PRESETS = {
             n_layer=6, n_head=6, n_embd=384, block_size=256,
             total_batch_size=16384, max_steps=2000, warmup_steps=100, max_lr=1e-3,
             val_tokens=524288, val_every=200, hellaswag_every=0,
-            sample_every=500, sample_prompt="\n", checkpoint_every=200,
+            sample_every=500, sample_prompt="auto", checkpoint_every=200,
         ),
     ),
 
@@ -69,7 +69,7 @@ PRESETS = {
             init="gpt2", out="log/finetune",
             total_batch_size=8192, max_steps=150, warmup_steps=15, max_lr=1e-4,
             val_tokens=524288, val_every=25, hellaswag_every=0,
-            sample_every=50, sample_prompt="\n", checkpoint_every=25, keep_checkpoints=1,
+            sample_every=50, sample_prompt="auto", checkpoint_every=25, keep_checkpoints=1,
         ),
     ),
 }

@@ -1,5 +1,6 @@
 """What a run prints: its header, the line of each step, and the summary."""
 import math
+import re
 import shlex
 import statistics
 from array import array
@@ -25,6 +26,7 @@ from runtime.recipe import BatchSchedule
 DAY = 24 * 60 * 60          # seconds
 RECENT_STEPS = 20           # whose median speed tells the time left
 OVERFIT_LOSS = 0.1          # below this, --overfit has passed
+ESCAPES = {"\n": r"\n", "\r": r"\r", "\t": r"\t", "'": r"\'", "\\": r"\\"}     # inside $'...'
 
 
 def clock(seconds: float) -> str:
@@ -38,6 +40,15 @@ def counted(n: int, what: str) -> str:
         return f"1 {what}"
     plural = "es" if what.endswith("s") else "s"
     return f"{n:,} {what}{plural}"
+
+
+def quoted(text: str) -> str:
+    r"""Text as a word of a command, the same for bash and zsh: $'It\'s a line.\n'."""
+    def escape(match):
+        character = match[0]
+        return ESCAPES.get(character, rf"\x{ord(character):02x}")
+
+    return "$'" + re.sub(r"[\x00-\x1f\x7f'\\]", escape, text) + "'"
 
 
 # ----------------------------------------------------------------------- the steps
@@ -263,7 +274,11 @@ def print_best(config, process, data, metrics: Metrics) -> None:
         process.print0(f"best checkpoint: {saved[step]}, validation loss "
                        f"{loss_text(loss, data)}{at_first}")
         model += "/best"
-    process.print0(f"next: python sample.py --model {shlex.quote(model)}")
+    command = f"python sample.py --model {shlex.quote(model)}"
+    if config.sample_prompt:
+        # With =, because argparse takes a word that begins with a dash for a flag.
+        command += f" --prompt={quoted(config.sample_prompt)}"
+    process.print0(f"next: {command}")
 
 
 def print_overfit(process, losses: Sequence[float]) -> None:

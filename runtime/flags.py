@@ -287,7 +287,7 @@ def describe_presets(presets: dict, recipes: dict[str, Recipe]) -> str:
 def wrapped_flags(values: dict) -> str:
     """{flag: value} as one types them into a shell, in indented lines."""
     text = " ".join(f"--{flag}={value}" for flag, value in values.items())
-    return textwrap.indent(textwrap.fill(text.replace("\n", r"$'\n'"), 94), " " * 6)
+    return textwrap.indent(textwrap.fill(text, 94), " " * 6)
 
 
 # ----------------------------------------------------------------------------- mistakes

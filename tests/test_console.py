@@ -2,6 +2,8 @@
 import math
 import re
 import shlex
+import shutil
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from helpers import refused
 from peers import make_run
 
+import sample
 from config import Config
 from model import GPT, GPTConfig
 from runtime import console
@@ -263,8 +266,11 @@ def summary(tmp_path, capsys):
     out = tmp_path / "a run"
     out.mkdir()
 
-    def summarise(seconds=(1.0,), losses=None, saved=(), stopped=False, process=None):
-        run = make_run(process=process, max_steps=100, total_batch_size=1000, out=str(out))
+    def summarise(
+        seconds=(1.0,), losses=None, saved=(), stopped=False, process=None, prompt=""
+    ):
+        run = make_run(process=process, max_steps=100, total_batch_size=1000, out=str(out),
+                       sample_prompt=prompt)
         run.data.bits_per_byte = 0.25
         lines_of_steps(run.log, seconds, capsys)
         for step, loss in (losses or {}).items():
@@ -325,6 +331,22 @@ def test_the_next_command_samples_from_the_best_weights(losses, folder, summary,
     text = summary(losses=losses, saved=[2])
     words = shlex.split(text.splitlines()[-1])
     assert words[-3:] == ["sample.py", "--model", f"{tmp_path}/{folder}"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+@pytest.mark.parametrize("prompt", [
+    "First Citizen:\n", "It's \"$HOME\" `now`! \\n\t", "---\r\n", "第一回\x1b\x7f5\n"])
+def test_the_next_command_has_the_prompt_as_the_shell_reads_it(prompt, shell, summary):
+    if not shutil.which(shell):
+        pytest.skip(f"there is no {shell}")
+    command = summary(saved=[2], prompt=prompt).splitlines()[-1].removeprefix("next: python ")
+
+    done = subprocess.run(
+        [shell, "-c", f"printf '%s\\0' {command}"], capture_output=True, check=True)
+    name, *words, end = done.stdout.decode().split("\0")
+
+    assert (name, end) == ("sample.py", "")
+    assert sample.parse_args(words).prompt == prompt
 
 
 def test_a_run_without_checkpoints_has_none_to_sample_from(summary):
