@@ -113,15 +113,16 @@ def print_header(config, process, data, model, schedule: BatchSchedule, start: S
     c, say = config, process.print0
     if start.path:
         say(f"resuming from {start.path} at step {start.step} of {c.max_steps}")
-    how = "eager"
+    how = [c.dtype]
     if c.compile:
-        how = "torch.compile"
+        how.append("torch.compile")
+    if c.attention != "auto":
+        how.append(f"attention {c.attention}")
     machines = ""
     if process.machines:                        # of several processes
         machines = f" ({counted(len(set(process.machines)), 'machine')})"
     say(f"{counted(process.world_size, 'process')}{machines} on {process.device} "
-        f"({device_name(process.device)}), {c.dtype}, {how}, attention {c.attention}, torch "
-        f"{torch.__version__}")
+        f"({device_name(process.device)}), {', '.join(how)}, torch {torch.__version__}")
 
     num_params = sum(p.numel() for p in model.parameters())
     say(f"{c.recipe}: {num_params:,} parameters ({counted(c.n_layer, 'layer')}, "
@@ -165,11 +166,15 @@ def print_batch(config, process, schedule: BatchSchedule, B: int) -> None:
 
 
 def learning_rates(config) -> str:
-    """The largest learning rate, when the warm-up reaches it, and the last one."""
-    warmup = counted(config.warmup_steps, "step")
+    """The largest learning rate, the steps until the warm-up reaches it, and the last one."""
+    text = f"learning rate {config.max_lr:.3g}"
+    if config.warmup_steps > 0:
+        text += f" after {counted(config.warmup_steps, 'step')} of warm-up"
     if config.warmup_steps >= config.max_steps:
-        warmup += f" (the run has {config.max_steps:,})"
-    return f"max_lr {config.max_lr:g} after {warmup}, min_lr {config.min_lr:g}"
+        text += f" (the run has {config.max_steps:,})"
+    if config.min_lr != config.max_lr:
+        text += f", {config.min_lr:.3g} at the end"
+    return text
 
 
 def plans(config) -> list[str]:
@@ -206,10 +211,18 @@ def print_estimate(
         # A forward takes about a third of the time (docs/running.md).
         of_validations = count * data.val_count * c.sequence_length / rate / 3
         validations = f" and {clock(of_validations)} for {counted(count, 'validation')}"
+
+    not_counted = ["optimizer"]
+    for what, period in (("HellaSwag", c.hellaswag_every), ("samples", c.sample_every),
+                         ("checkpoints", c.checkpoint_every)):
+        if period:
+            not_counted.append(what)
+    if process.world_size > 1:
+        not_counted.append("what the processes exchange")
     process.print0(
-        f"about {c.total_batch_size / rate:.3g} s per step, {steps}{validations}, without "
-        "optimizer, HellaSwag, samples and what several GPUs exchange; nothing was written, and "
-        "the same command without --dry_run starts the run")
+        f"about {c.total_batch_size / rate:.3g} s per step, {steps}{validations} (not counted: "
+        f"{', '.join(not_counted)}); nothing was written, and the same command without --dry_run "
+        "starts the run")
 
 
 def loss_text(loss: float, data) -> str:
