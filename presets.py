@@ -75,8 +75,9 @@ PRESETS = {
 }
 
 # --overfit is the lecture's sanity run: 50 steps on one batch, at a constant rate, with GPT-2's
-# vocabulary as it is. Without a folder in `out` a run writes nothing. (It is not among PRESETS,
-# because it reads input.txt in place of shards.)
+# vocabulary as it is. A model narrower than GPT-2 has more steps (FlagTable.resolve). Without a
+# folder in `out` a run writes nothing. (It is not among PRESETS, because it reads input.txt in
+# place of shards.)
 OVERFIT = Preset(
     "Overfits one batch of 4 x 32 tokens.",
     dict(
