@@ -114,8 +114,8 @@ class Config:
                                 "0 turns them off.")
     sample_every: int = flag(250, OUTPUT, "The number of steps between samples of text; 0 turns "
                              "them off.")
-    sample_prompt: str = flag("Hello, I'm a language model,", OUTPUT,
-                              "The text that the samples continue.")
+    sample_prompt: str = flag("Hello, I'm a language model,", OUTPUT, "The text that the samples "
+                              "continue. 'auto' means the first line of the validation shards.")
     checkpoint_every: int = flag(250, OUTPUT, "The number of steps between checkpoints; 0 turns "
                                  "them off.")
     keep_checkpoints: int = flag(3, OUTPUT, "How many of the newest checkpoints to keep, beside "

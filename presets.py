@@ -30,7 +30,7 @@ PRESETS = {
             recipe="frontier", data="data/shakespeare", out="log/shakespeare",
             n_layer=4, n_head=2, n_embd=256, block_size=1024,
             total_batch_size=2048, max_steps=298,
-            val_every=100, hellaswag_every=0, sample_every=100, sample_prompt="\n",
+            val_every=100, hellaswag_every=0, sample_every=100, sample_prompt="auto",
             checkpoint_every=100,
         ),
     ),
@@ -40,7 +40,7 @@ PRESETS = {
             n_layer=6, n_head=6, n_embd=384, block_size=256,
             total_batch_size=16384, max_steps=2000, warmup_steps=100, max_lr=1e-3,
             val_tokens=524288, val_every=200, hellaswag_every=0,
-            sample_every=500, sample_prompt="\n", checkpoint_every=200,
+            sample_every=500, sample_prompt="auto", checkpoint_every=200,
         ),
     ),
 
@@ -73,14 +73,15 @@ PRESETS = {
             init="gpt2", out="log/finetune",
             total_batch_size=8192, max_steps=150, warmup_steps=15, max_lr=1e-4,
             val_tokens=524288, val_every=25, hellaswag_every=0,
-            sample_every=50, sample_prompt="\n", checkpoint_every=25, keep_checkpoints=1,
+            sample_every=50, sample_prompt="auto", checkpoint_every=25, keep_checkpoints=1,
         ),
     ),
 }
 
 # --overfit is the lecture's sanity run: 50 steps on one batch, at a constant rate, with GPT-2's
-# vocabulary as it is. Without a folder in `out` a run writes nothing. (It is not among PRESETS,
-# because it reads input.txt in place of shards.)
+# vocabulary as it is. A model narrower than GPT-2 has more steps (FlagTable.resolve). Without a
+# folder in `out` a run writes nothing. (It is not among PRESETS, because it reads input.txt in
+# place of shards.)
 OVERFIT = Preset(
     "Overfits one batch of 4 x 32 tokens.",
     dict(

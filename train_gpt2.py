@@ -514,6 +514,8 @@ def start_run(asked: Config, config: Config, start: checkpoint.Start, process: P
     schedule = process.on_all_ranks(
         make_batch_schedule, RECIPES[config.recipe], config, process.world_size)
     data = dataloader.open_same_data(config, process)
+    if config.sample_prompt == "auto":
+        config.sample_prompt = data.first_line()
     model = process.on_all_ranks(make_model, config, start, process.device)
     config.compile = hardware.choose_compile(           # "auto" needs the model's FLOPs
         config, model, schedule.tokens_left(start.step), process)

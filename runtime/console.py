@@ -1,5 +1,6 @@
 """What a run prints: its header, the line of each step, and the summary."""
 import math
+import re
 import shlex
 import statistics
 from array import array
@@ -25,6 +26,7 @@ from runtime.recipe import BatchSchedule
 DAY = 24 * 60 * 60          # seconds
 RECENT_STEPS = 20           # whose median speed tells the time left
 OVERFIT_LOSS = 0.1          # below this, --overfit has passed
+ESCAPES = {"\n": r"\n", "\r": r"\r", "\t": r"\t", "'": r"\'", "\\": r"\\"}     # inside $'...'
 
 
 def clock(seconds: float) -> str:
@@ -38,6 +40,15 @@ def counted(n: int, what: str) -> str:
         return f"1 {what}"
     plural = "es" if what.endswith("s") else "s"
     return f"{n:,} {what}{plural}"
+
+
+def quoted(text: str) -> str:
+    r"""Text as a word of a command, the same for bash and zsh: $'It\'s a line.\n'."""
+    def escape(match):
+        character = match[0]
+        return ESCAPES.get(character, rf"\x{ord(character):02x}")
+
+    return "$'" + re.sub(r"[\x00-\x1f\x7f'\\]", escape, text) + "'"
 
 
 # ----------------------------------------------------------------------- the steps
@@ -102,15 +113,16 @@ def print_header(config, process, data, model, schedule: BatchSchedule, start: S
     c, say = config, process.print0
     if start.path:
         say(f"resuming from {start.path} at step {start.step} of {c.max_steps}")
-    how = "eager"
+    how = [c.dtype]
     if c.compile:
-        how = "torch.compile"
+        how.append("torch.compile")
+    if c.attention != "auto":
+        how.append(f"attention {c.attention}")
     machines = ""
     if process.machines:                        # of several processes
         machines = f" ({counted(len(set(process.machines)), 'machine')})"
     say(f"{counted(process.world_size, 'process')}{machines} on {process.device} "
-        f"({device_name(process.device)}), {c.dtype}, {how}, attention {c.attention}, torch "
-        f"{torch.__version__}")
+        f"({device_name(process.device)}), {', '.join(how)}, torch {torch.__version__}")
 
     num_params = sum(p.numel() for p in model.parameters())
     say(f"{c.recipe}: {num_params:,} parameters ({counted(c.n_layer, 'layer')}, "
@@ -158,11 +170,15 @@ def print_batch(config, process, schedule: BatchSchedule, B: int) -> None:
 
 
 def learning_rates(config) -> str:
-    """The largest learning rate, when the warm-up reaches it, and the last one."""
-    warmup = counted(config.warmup_steps, "step")
+    """The largest learning rate, the steps until the warm-up reaches it, and the last one."""
+    text = f"learning rate {config.max_lr:.3g}"
+    if config.warmup_steps > 0:
+        text += f" after {counted(config.warmup_steps, 'step')} of warm-up"
     if config.warmup_steps >= config.max_steps:
-        warmup += f" (the run has {config.max_steps:,})"
-    return f"max_lr {config.max_lr:g} after {warmup}, min_lr {config.min_lr:g}"
+        text += f" (the run has {config.max_steps:,})"
+    if config.min_lr != config.max_lr:
+        text += f", {config.min_lr:.3g} at the end"
+    return text
 
 
 def plans(config) -> list[str]:
@@ -199,10 +215,18 @@ def print_estimate(
         # A forward takes about a third of the time (docs/running.md).
         of_validations = count * data.val_count * c.sequence_length / rate / 3
         validations = f" and {clock(of_validations)} for {counted(count, 'validation')}"
+
+    not_counted = ["optimizer"]
+    for what, period in (("HellaSwag", c.hellaswag_every), ("samples", c.sample_every),
+                         ("checkpoints", c.checkpoint_every)):
+        if period:
+            not_counted.append(what)
+    if process.world_size > 1:
+        not_counted.append("what the processes exchange")
     process.print0(
-        f"about {c.total_batch_size / rate:.3g} s per step, {steps}{validations}, without "
-        "optimizer, HellaSwag, samples and what several GPUs exchange; nothing was written, and "
-        "the same command without --dry_run starts the run")
+        f"about {c.total_batch_size / rate:.3g} s per step, {steps}{validations} (not counted: "
+        f"{', '.join(not_counted)}); nothing was written, and the same command without --dry_run "
+        "starts the run")
 
 
 def loss_text(loss: float, data) -> str:
@@ -267,13 +291,19 @@ def print_best(config, process, data, metrics: Metrics) -> None:
         process.print0(f"best checkpoint: {saved[step]}, validation loss "
                        f"{loss_text(loss, data)}{at_first}")
         model += "/best"
-    process.print0(f"next: python sample.py --model {shlex.quote(model)}")
+    command = f"python sample.py --model {shlex.quote(model)}"
+    if config.sample_prompt:
+        # With =, because argparse takes a word that begins with a dash for a flag.
+        command += f" --prompt={quoted(config.sample_prompt)}"
+    process.print0(f"next: {command}")
 
 
 def print_overfit(process, losses: Sequence[float]) -> None:
     """The verdict of --overfit. RunError if it has failed."""
-    text = (f"overfit one batch: loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps: ")
-    if losses[-1] >= OVERFIT_LOSS:
+    # The lowest loss, because at a constant rate the last one goes up and down.
+    lowest = min(losses)
+    text = f"overfit one batch: loss {losses[0]:.4f} -> {lowest:.4f} in {len(losses)} steps: "
+    if lowest >= OVERFIT_LOSS:
         raise process.error_on_rank0(
             RunError(f"{text}FAILED (expected a loss below {OVERFIT_LOSS})"))
     process.print0(f"{text}PASSED\n"

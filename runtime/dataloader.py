@@ -20,13 +20,14 @@ from runtime.cli import RunError, UserError
 from runtime.files import reading
 from runtime.recipe import BatchSchedule
 from runtime.shards import count_tokens, list_shards, read_shard, unfinished
-from runtime.tokenizer import VOCAB_SIZE, encode, token_lengths
+from runtime.tokenizer import EOT, VOCAB_SIZE, encode, token_lengths, tokenizer
 
 INPUT_TXT = Path(__file__).resolve().parent.parent / "input.txt"
 DEPTH = 8               # micro-batches read ahead: loading the next shard takes about a second
 DIGEST_TOKENS = 65_536  # of each end of a shard
 SAMPLE_TOKENS = 1 << 20
 CHARACTERS_PER_TOKEN = 20       # more than any English text needs
+PROMPT_TOKENS = 24              # at most, of a prompt that the validation shards give
 
 
 def stable_permutation(n: int, *key: int) -> np.ndarray:
@@ -285,6 +286,24 @@ class Data:
         targets = self.val.read(0, self.val_count)[:, 1:]
         num_bytes = token_lengths()[targets].sum().item()       # <|endoftext|> has none
         return targets.size / (math.log(2) * max(1, num_bytes))
+
+    def first_line(self) -> str:
+        """The first line of the validation shards that is not blank, to begin samples with.
+
+        It has its line end, because training has seen lines with theirs. Of a long line it is the
+        first PROMPT_TOKENS tokens. "" without validation shards, or if the tokens are not GPT-2's.
+        """
+        if not self.val or self.val.vocab_end < VOCAB_SIZE:
+            return ""
+        tokens = self.val.read(0, 1)[0]
+        for document in np.split(tokens, np.flatnonzero(tokens == EOT)):
+            text = tokenizer().decode(document[document != EOT].tolist())
+            for line in text.splitlines(keepends=True):
+                if line.strip():
+                    # A cut may divide a character: "ignore" leaves out what it has of it.
+                    start = encode(line)[:PROMPT_TOKENS].tolist()
+                    return tokenizer().decode(start, errors="ignore")
+        return ""
 
 
 def open_data(config) -> Data:

@@ -98,6 +98,9 @@ class FlagTable:
         set_automatic(config, sequence_length=config.block_size)
         if config.overfit and "min_lr" not in given:
             config.min_lr = config.max_lr                       # a constant rate
+        if config.overfit and "max_steps" not in given:
+            # In a narrower model a step of the same rate changes the logits less.
+            config.max_steps = round(config.max_steps * max(1, self.Config.n_embd / config.n_embd))
         set_automatic(config, **self.recipes[config.recipe].automatic(config))
         set_automatic(config, min_lr=config.max_lr / 10)
         config.dtype = choose_dtype(config.dtype, process.device)
@@ -287,7 +290,7 @@ def describe_presets(presets: dict, recipes: dict[str, Recipe]) -> str:
 def wrapped_flags(values: dict) -> str:
     """{flag: value} as one types them into a shell, in indented lines."""
     text = " ".join(f"--{flag}={value}" for flag, value in values.items())
-    return textwrap.indent(textwrap.fill(text.replace("\n", r"$'\n'"), 94), " " * 6)
+    return textwrap.indent(textwrap.fill(text, 94), " " * 6)
 
 
 # ----------------------------------------------------------------------------- mistakes

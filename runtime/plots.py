@@ -1,5 +1,6 @@
 """OUT/loss.png, drawn from metrics.csv; and what the pictures of bench.py share with it."""
 import logging
+import math
 from pathlib import Path
 
 from runtime.files import replace_file
@@ -53,13 +54,28 @@ def plot_run(metrics: Metrics, path: Path, title: str) -> None:
         panel = figure.add_subplot(1, len(panels), i, xlabel="tokens", ylabel=label)
         for column, points in curves.items():
             _, name, style = CURVES[column]
+            if column == "val" and points[0][0] == 0:
+                # The loss falls steeply at first: a straight line from step 0 to the next
+                # validation would lie far above it. nan leaves the line out.
+                points.insert(1, (0, math.nan))
             tokens, values = zip(*points, strict=True)
             panel.plot(tokens, values, label=name, **style)
 
         panel.set_xlim(left=0)
+        if "hella" not in curves:
+            panel.set_ylim(top=highest_loss(curves) + 0.2)
 
         # 10B is easier to read than 1e10.
         panel.xaxis.set_major_formatter(short_count)
         panel.grid(alpha=0.3)
         panel.legend(fontsize=8)
     replace_file(path, lambda file: figure.savefig(file, format="png", dpi=130))
+
+
+def highest_loss(curves: dict[str, list]) -> float:
+    """Of {name: [(tokens, loss)]}, without the first twentieth of the tokens.
+
+    The fall there is so deep that no later difference could be seen beside it.
+    """
+    last = max(points[-1][0] for points in curves.values())
+    return max(loss for points in curves.values() for tokens, loss in points if tokens >= last / 20)

@@ -2,6 +2,8 @@
 import math
 import re
 import shlex
+import shutil
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from helpers import refused
 from peers import make_run
 
+import sample
 from config import Config
 from model import GPT, GPTConfig
 from runtime import console
@@ -139,11 +142,10 @@ def print_header(config, process=None, step=0, backward=0):
 
 @pytest.mark.parametrize("word", [
     "1 process on cpu (",
-    "float32, eager, attention auto",
-    f"torch {torch.__version__}",
+    f"), float32, torch {torch.__version__}\n",
     f"gpt2: {PARAMETERS:,} parameters (2 layers, 2 heads, width 32, vocabulary 256)",
     f"37 steps = {37 * 256:,} tokens = {37 * 256 / 32 / 500:.2f} epochs",
-    "max_lr 0.003 after 6 steps, min_lr 2e-05",
+    "epochs; learning rate 0.00312 after 6 steps of warm-up, 2e-05 at the end\n",
     "validation every 21 steps",
     "HellaSwag never",
     "checkpoint every 1,100 steps",
@@ -151,7 +153,7 @@ def print_header(config, process=None, step=0, backward=0):
 ])
 def test_the_header_counts_parameters_tokens_and_epochs_and_says_what_is_planned(word, capsys):
     print_header(make_config(
-        max_steps=37, max_lr=3e-3, warmup_steps=6, val_every=21, hellaswag_every=0,
+        max_steps=37, max_lr=3.1234e-3, warmup_steps=6, val_every=21, hellaswag_every=0,
         checkpoint_every=1100, out="a/log"))
 
     assert word in capsys.readouterr().out
@@ -169,14 +171,18 @@ def test_a_compiled_run_says_that_it_takes_a_while_and_one_without_out_writes_no
     text = capsys.readouterr().out
 
     assert "2 processes on cpu" in text
-    assert "torch.compile, attention" in text
+    assert "), float32, torch.compile, torch " in text
     assert "compiling the model" in text
     assert "output" not in text
 
 
-@pytest.mark.parametrize("max_steps, said", [(6, "after 5 steps,"), (5, "after 5 steps (")])
-def test_a_warm_up_longer_than_the_run_is_told(max_steps, said, capsys):
-    print_header(make_config(warmup_steps=5, max_steps=max_steps))
+@pytest.mark.parametrize("flags, said", [
+    ({"warmup_steps": 5, "max_steps": 6}, "after 5 steps of warm-up, 2e-05 at the end\n"),
+    ({"warmup_steps": 5, "max_steps": 5}, "after 5 steps of warm-up (the run has 5), "),
+    ({"warmup_steps": 0}, "; learning rate 0.0006, 2e-05 at the end\n"),
+    ({"warmup_steps": 0, "min_lr": 6e-4}, "; learning rate 0.0006\n")])
+def test_the_header_tells_what_the_learning_rate_does(flags, said, capsys):
+    print_header(make_config(**flags))
     assert said in capsys.readouterr().out
 
 
@@ -243,11 +249,11 @@ def test_the_product_of_the_batch_is_the_tokens_of_a_step(divisors, world_size, 
 
 @pytest.mark.parametrize("step, val_every, text", [
     # A validation reads 4 x 32 tokens, in a third of a second.
-    (0, 0, "0:00:48 for 24 steps,"),
-    (0, 10, "0:00:48 for 24 steps and 0:00:01 for 4 validations,"),         # 0, 10, 20, 24
-    (10, 10, "0:00:28 for 14 steps and 0:00:01 for 3 validations,"),
-    (11, 12, "0:00:26 for 13 steps and 0:00:01 for 2 validations,"),        # 12, 24
-    (24, 1, "0:00:00 for 0 steps and 0:00:00 for 1 validation,"),
+    (0, 0, "0:00:48 for 24 steps ("),
+    (0, 10, "0:00:48 for 24 steps and 0:00:01 for 4 validations ("),        # 0, 10, 20, 24
+    (10, 10, "0:00:28 for 14 steps and 0:00:01 for 3 validations ("),
+    (11, 12, "0:00:26 for 13 steps and 0:00:01 for 2 validations ("),       # 12, 24
+    (24, 1, "0:00:00 for 0 steps and 0:00:00 for 1 validation ("),
 ])
 def test_an_estimate_has_the_time_of_a_step_and_of_all_that_is_left(step, val_every, text, capsys):
     config = make_config(max_steps=24, val_every=val_every)
@@ -257,6 +263,22 @@ def test_an_estimate_has_the_time_of_a_step_and_of_all_that_is_left(step, val_ev
 
     assert f"about 2 s per step, {text}" in printed
     assert "--dry_run" in printed
+
+
+@pytest.mark.parametrize("flags, world_size, not_counted", [
+    ({}, 1, "(not counted: optimizer, HellaSwag, samples, checkpoints);"),
+    ({"hellaswag_every": 0, "sample_every": 0, "checkpoint_every": 0}, 1,
+     "(not counted: optimizer);"),
+    ({"sample_every": 0}, 2,
+     "(not counted: optimizer, HellaSwag, checkpoints, what the processes exchange);"),
+])
+def test_an_estimate_names_what_the_run_has_and_it_does_not_count(
+        flags, world_size, not_counted, capsys):
+    config = make_config(max_steps=24, **flags)
+    data = SimpleNamespace(val_count=4)
+    process = Process(world_size=world_size)
+    console.print_estimate(config, process, data, BatchSchedule(256, 24), 0, 0.25)
+    assert not_counted in capsys.readouterr().out
 
 
 # ----------------------------------------------------------------------- the summary
@@ -270,8 +292,11 @@ def summary(tmp_path, capsys):
     out = tmp_path / "a run"
     out.mkdir()
 
-    def summarise(seconds=(1.0,), losses=None, saved=(), stopped=False, process=None):
-        run = make_run(process=process, max_steps=100, total_batch_size=1000, out=str(out))
+    def summarise(
+        seconds=(1.0,), losses=None, saved=(), stopped=False, process=None, prompt=""
+    ):
+        run = make_run(process=process, max_steps=100, total_batch_size=1000, out=str(out),
+                       sample_prompt=prompt)
         run.data.bits_per_byte = 0.25
         lines_of_steps(run.log, seconds, capsys)
         for step, loss in (losses or {}).items():
@@ -334,6 +359,22 @@ def test_the_next_command_samples_from_the_best_weights(losses, folder, summary,
     assert words[-3:] == ["sample.py", "--model", f"{tmp_path}/{folder}"]
 
 
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+@pytest.mark.parametrize("prompt", [
+    "First Citizen:\n", "It's \"$HOME\" `now`! \\n\t", "---\r\n", "第一回\x1b\x7f5\n"])
+def test_the_next_command_has_the_prompt_as_the_shell_reads_it(prompt, shell, summary):
+    if not shutil.which(shell):
+        pytest.skip(f"there is no {shell}")
+    command = summary(saved=[2], prompt=prompt).splitlines()[-1].removeprefix("next: python ")
+
+    done = subprocess.run(
+        [shell, "-c", f"printf '%s\\0' {command}"], capture_output=True, check=True)
+    name, *words, end = done.stdout.decode().split("\0")
+
+    assert (name, end) == ("sample.py", "")
+    assert sample.parse_args(words).prompt == prompt
+
+
 def test_a_run_without_checkpoints_has_none_to_sample_from(summary):
     assert "sample.py" not in summary()
 
@@ -357,7 +398,7 @@ def test_the_first_rank_that_has_got_a_signal_is_named():
 
 
 def test_the_sanity_run_passes_below_a_tenth(capsys):
-    console.print_overfit(Process(), [10.9, 3.0, 0.09])
+    console.print_overfit(Process(), [10.9, 0.09, 0.2])
     text = capsys.readouterr().out
     assert "10.9000 -> 0.0900 in 3 steps" in text
     assert "PASSED" in text

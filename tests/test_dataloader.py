@@ -549,3 +549,33 @@ def test_tokens_that_are_not_gpt2s_have_no_bits_per_byte():
     dataset = TokenDataset(numbered_shards(100), 8, vocab_size=256)
     assert math.isnan(Data(dataset, dataset, val_count=2).bits_per_byte)
     assert math.isnan(Data(dataset).bits_per_byte)
+
+
+# ----------------------------------------------------------------------- the first line
+
+def tokens_of(*documents):
+    """Their tokens as fineweb.py writes them, each document behind an <|endoftext|>."""
+    tokens = []
+    for document in documents:
+        tokens += [EOT, *encode(document).tolist()]
+    return np.array(tokens, dtype=np.uint16)
+
+
+@pytest.mark.parametrize("documents, line", [
+    (["First Citizen:\nBefore we proceed any further"], "First Citizen:\n"),
+    (["\n \n", "\n\nTitle\r\n\nText"], "Title\r\n"),
+    (["One document", "Another"], "One document"),
+    (["One of words" + " word" * 100], "One of words" + " word" * 21),
+    (["话说天下大势，" * 9 + "\n"], "话说天下大势，话说天下大势"),     # a part of ， goes
+    (["\n\n", " "], ""),
+])
+def test_the_first_line_of_the_validation_shards_begins_samples(documents, line):
+    tokens = tokens_of(*documents)
+    val = TokenDataset([tokens], len(tokens) - 1)
+    assert Data(None, val).first_line() == line
+
+
+def test_without_validation_shards_of_gpt2s_tokens_there_is_no_first_line():
+    dataset = TokenDataset(numbered_shards(100), 8, vocab_size=256)
+    assert Data(dataset).first_line() == ""
+    assert Data(dataset, dataset).first_line() == ""

@@ -384,6 +384,23 @@ def test_examples_that_cannot_be_fetched_are_a_warning_whatever_was_typed(
     assert list(logged(tmp_path)) == [0]
 
 
+def test_samples_begin_with_the_first_line_of_the_validation_shards(words, tmp_path, capsys):
+    """As does the command that is named at the end. What was typed wins, and a resume keeps it."""
+    flags = [*words, "--preset", "small", "--sample_every", 1, "--checkpoint_every", 1]
+    train(*flags, "--max_steps", 1, "--out", tmp_path / "auto")
+    text = capsys.readouterr().out
+    assert "\nsample 0: First Citizen:\n" in text
+    assert text.endswith("/best --prompt=$'First Citizen:\\n'\n")
+    assert saved(tmp_path / "auto")["config"]["sample_prompt"] == "auto"
+
+    train(*flags, "--max_steps", 1, "--out", tmp_path / "typed", "--sample_prompt", "\n")
+    assert capsys.readouterr().out.endswith("/best --prompt=$'\\n'\n")
+    train(*flags, "--max_steps", 2, "--out", tmp_path / "typed")
+    text = capsys.readouterr().out
+    assert "\nsample 0: \n" in text
+    assert text.endswith("/best --prompt=$'\\n'\n")
+
+
 def test_finetuning_starts_where_the_weights_ended(evaluated_run, words, tmp_path, capsys):
     """From a run's best checkpoint, and from an exported folder.
 

@@ -432,7 +432,7 @@ def test_max_lr_is_how_far_adams_first_step_moves_a_weight(rate, go, start, tmp_
     before = torch.load(start)["model"]
     text = go("log", "--init", start, "--max_lr", rate, "--weight_decay", 0, "--max_steps", 1,
               *SAVED)
-    assert f"max_lr {rate:g} after 0 steps" in text
+    assert f"learning rate {rate:g}" in text
     for name, tensor in saved(tmp_path / "log")["model"].items():
         moved = (tensor - before[name]).abs().max().item()
         assert moved == pytest.approx(rate, rel=0.02), name
@@ -519,14 +519,14 @@ def test_dtype_is_that_of_linear_layers_in_the_step_and_in_the_validation(recipe
     finally:
         hook.remove()
     assert seen == {(True, getattr(torch, dtype)), (False, getattr(torch, dtype))}
-    assert f"), {dtype}, eager" in text
+    assert f"), {dtype}, torch " in text
 
 
 @pytest.mark.parametrize("flags", [[], ["--no_compile"], ["--compile", "--compile=False"]])
 def test_a_short_run_on_a_cpu_is_not_compiled(flags, go, monkeypatch):
     compiled = []
     monkeypatch.setattr(torch, "compile", lambda model, **options: compiled.append(model))
-    assert "eager" in go("log", *flags)
+    assert "compil" not in go("log", *flags)
     assert not compiled
 
 
@@ -542,7 +542,7 @@ def test_attention_is_torchs_or_by_the_formula(recipe, name, go, monkeypatch):
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", watch)
     text = go("log", "--recipe", recipe, "--attention", name, "--max_steps", 1)
-    assert f"attention {name}," in text
+    assert ("attention naive," in text) == (name == "naive")
     assert bool(calls) == (name == "auto")
 
 

@@ -48,11 +48,12 @@ def figures(monkeypatch):
 
 
 def points(figure):
-    """{label of a curve: [[tokens, value]]}."""
+    """{label of a curve: [[tokens, value]]}, with None where two points are not joined."""
     found = {}
     for panel in figure.axes:
         for line in panel.lines:
-            found[line.get_label()] = line.get_xydata().tolist()
+            xy = line.get_xydata().tolist()
+            found[line.get_label()] = [None if math.isnan(y) else [x, y] for x, y in xy]
     return found
 
 
@@ -67,7 +68,7 @@ def test_losses_and_hellaswag_are_drawn_against_tokens(tmp_path, figures):
     assert (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG"
     assert points(figures[0]) == {
         "training loss": [[0, 10.8], [100, 9], [200, 8]],
-        "validation loss": [[0, 10.9], [200, 7]],
+        "validation loss": [[0, 10.9], None, [200, 7]],
         "HellaSwag, acc_norm": [[0, 0.25], [300, 0.26]],
     }
     assert figures[0].get_suptitle() == "a title"
@@ -84,6 +85,32 @@ def test_losses_share_a_panel_and_both_axes_say_what_they_are(tmp_path, figures)
         assert panel.get_xlabel() == "tokens"
         assert panel.get_xlim()[0] == 0
         assert panel.xaxis.get_major_formatter()(10e9) == "10B"
+
+
+def test_only_the_validation_at_step_0_stands_apart(tmp_path, figures):
+    """Between it and the next one the loss falls steeply, far below a straight line."""
+    losses = [10.9, 7.0, 6.5, 6.2]
+    plot_run(make_metrics(val=losses), tmp_path / "loss.png", "")
+    plot_run(make_metrics(val=[None, *losses[1:]]), tmp_path / "loss.png", "")
+
+    joined = [[100, 7.0], [200, 6.5], [300, 6.2]]
+    assert points(figures[0])["validation loss"] == [[0, 10.9], None, *joined]
+    assert points(figures[1])["validation loss"] == joined
+
+
+def test_the_fall_in_the_first_twentieth_is_cut_off(tmp_path, figures):
+    """And no later loss."""
+    losses = [10.8, 9.5, 8.0, *[6.0] * 36, 7.0, 5.0]
+    plot_run(make_metrics(train=losses, val=[10.9], hella=[0.9, 0.1]), tmp_path / "loss.png", "")
+    plot_run(make_metrics(train=losses[2:]), tmp_path / "loss.png", "")
+    plot_run(make_metrics(val=[10.9]), tmp_path / "loss.png", "")
+
+    bounds = [figure.axes[0].get_ylim() for figure in figures]
+    assert 8.0 < bounds[0][1] < 9.0, "the third of 41 steps is at a twentieth"
+    assert 7.0 < bounds[1][1] < 8.0
+    assert bounds[0][0] < 5.0
+    assert bounds[2][0] < 10.9 < bounds[2][1]
+    assert figures[0].axes[1].get_ylim()[1] > 0.9
 
 
 @pytest.mark.parametrize("n, text", [

@@ -1,28 +1,33 @@
-"""README.md: its commands run as they stand there, in a small size."""
+"""README.md: its commands run as they stand there, in a small size. All pages: shells read them."""
 import re
 import shlex
 import shutil
+import subprocess
 
 import pytest
 from helpers import ROOT, script
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 TINY = "--n_layer 1 --n_head 2 --n_embd 32 --dtype float32 --device cpu"
 SHORT = ("--block_size 256 --total_batch_size 256 --max_steps 2 --val_every 2 --val_tokens 512 "
          "--sample_every 0 --checkpoint_every 2")
 
 
-def blocks(language):
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+def blocks(page):
+    """[(language or "", text)] of the blocks of code."""
+    text = page.read_text(encoding="utf-8")
+    return re.findall(r"^ *```(\w*)\n(.*?)^ *```$", text, re.DOTALL | re.MULTILINE)
 
 
 def commands():
     """The commands of the README that run a script and need no network."""
     found = []
-    for block in blocks("bash"):
+    for language, block in blocks(README):
+        if language != "bash":
+            continue
         for line in block.splitlines():
-            line, _, _ = line.partition(" #")
             found += [command.strip() for command in line.split(" && ")]
     return [c for c in found if re.match(r"python \w+\.py ", c)]
 
@@ -42,7 +47,7 @@ def run_small(command, folder):
     if "--preset" in flags:
         flags += f"{TINY} {SHORT}".split()
     elif "--overfit" in flags:
-        flags += f"{TINY} --max_lr 0.012 --min_lr 0.012".split()
+        flags += f"{TINY} --max_lr 0.012 --max_steps 50".split()
     elif name == "sample.py":
         flags += "--max_new_tokens 5 --device cpu".split()
     result = script(name, *flags, cwd=folder)
@@ -78,4 +83,28 @@ def test_the_sanity_check_passes(tmp_path):
 
 def test_no_command_of_the_readme_is_left_out():
     names = [command.split()[1] for command in commands()]
-    assert names == ["fineweb.py", "train_gpt2.py", "sample.py", "train_gpt2.py", "sample.py"]
+    three = ["fineweb.py", "train_gpt2.py", "sample.py"]        # on the first screen, and once more
+    assert names == [*three, "train_gpt2.py", *three, "sample.py"]
+
+
+# ----------------------------------------------------------------------- what a shell reads
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_comment_stands_behind_a_command(page):
+    """zsh, the shell of every Mac, gives what is typed behind a # to the command."""
+    found = []
+    for language, block in blocks(page):
+        if language in ("", "bash"):
+            found += re.findall(r"^(?! *#).*[^ \n] +#.*$", block, re.MULTILINE)
+    assert found == []
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_shell_can_read_the_commands(page, shell):
+    if not shutil.which(shell):
+        pytest.skip(f"there is no {shell}")
+    for language, block in blocks(page):
+        if language == "bash":
+            done = subprocess.run([shell, "-n"], input=block, capture_output=True, text=True)
+            assert (done.returncode, done.stderr) == (0, ""), block

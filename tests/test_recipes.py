@@ -70,6 +70,13 @@ def test_a_presets_validations_come_with_checkpoints(preset):
     assert config.val_every % config.checkpoint_every == 0
 
 
+@pytest.mark.parametrize("flags, max_steps", [
+    ("--n_embd 128 --n_head 2", 300), ("--n_embd 1600 --n_head 25", 50),
+    ("--n_embd 128 --n_head 2 --max_steps 20", 20)])
+def test_overfit_has_as_many_times_more_steps_as_the_model_is_narrower(flags, max_steps):
+    assert config_of(f"--overfit {flags}").max_steps == max_steps
+
+
 @pytest.mark.parametrize("flags, max_lr", [
     ("", 3e-4), ("--max_lr 0.01", 0.01), ("--recipe speedrun", 0.02), ("--recipe frontier", 0.02)])
 def test_overfit_is_50_steps_on_one_batch_at_a_constant_rate(flags, max_lr):

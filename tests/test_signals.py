@@ -103,7 +103,7 @@ def test_a_run_that_is_stopped_saves_unless_it_is_to_save_nothing(
 
 def test_a_signal_stops_an_overfit_which_writes_nothing(tmp_path):
     result = run("--overfit", "--n_layer", 1, "--n_head", 1, "--n_embd", 8, "--device", "cpu",
-                 cwd=tmp_path, before=striking("step 2", "SIGINT"))
+                 "--max_steps", 50, cwd=tmp_path, before=striking("step 2", "SIGINT"))
     assert "stopped by SIGINT after 2 of 50 steps" in result.stdout
     assert not list(tmp_path.iterdir())
 
