@@ -160,7 +160,7 @@ def test_the_header_counts_parameters_tokens_and_epochs_and_says_what_is_planned
 
 
 @pytest.mark.parametrize("backward, said", [
-    (0, "epochs; max_lr"), (125, ", of which 0.25 backwards;")])
+    (0, " epochs; "), (125, ", of which 0.25 backwards;")])
 def test_the_header_says_how_much_is_read_backwards(backward, said, capsys):
     print_header(make_config(max_steps=37), backward=backward)
     assert said in capsys.readouterr().out
