@@ -446,7 +446,7 @@ def next_command(out: Path, val: list[int], train: list[int]) -> str:
         epochs = 2 if sum(train) <= SMALL_TEXT else 1   # of two the first is read backwards
         steps = steps_of_epochs(epochs, sum(train))
         command += f" --max_steps {steps}"
-        # With the preset's 100 a long run would validate for longer than it trains. Every 100 steps
+        # With the preset's 200 a long run would validate for longer than it trains. Every 100 steps
         # it has a checkpoint.
         if steps > 1000:
             command += f" --val_every {math.ceil(steps / 1000) * 100}"

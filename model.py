@@ -270,10 +270,9 @@ class LanguageModel(nn.Module):
     loss_chunk = 0          # how many tokens' logits training holds in memory at a time; 0: all
     recompute = False       # compute each block again in the backward, to keep less in memory
 
-    # Training on a CPU may compute the logits of a sample of the tokens only, which changes a loss
-    # by noise. Evaluations compute all.
-    may_sample = False      # whether the recipe does
-    sample = None           # a runtime.loss.VocabularySample, set by train_gpt2.py
+    # A runtime.loss.VocabularySample, if training on a CPU computes the logits of a sample of the
+    # tokens only, which changes a loss by noise. Evaluations compute all. frontier.py sets it.
+    sample = None
 
     def use_attention(self, kernel: str) -> None:
         """Computes attention by this kernel, one of ATTENTION, from now on."""

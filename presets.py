@@ -9,8 +9,8 @@ GPT2_SIZES = {
 }
 
 
-# A text of at most so many tokens is small. fineweb.py proposes to read it twice, and on a CPU
-# frontier computes a sample of its logits (docs/recipes.md).
+# A text of at most so many tokens is small. fineweb.py proposes to read it twice, of which frontier
+# reads it backwards once, and on a CPU computes a sample of its logits (docs/recipes.md).
 SMALL_TEXT = 2**20
 
 
@@ -22,15 +22,16 @@ class Preset:
 
 
 PRESETS = {
-    # 298 steps are two epochs of 0.3M tokens, of which frontier reads the first one backwards. The
-    # sequences are long, because a play that training has not seen repeats its own names.
+    # 298 steps are two epochs of 0.3M tokens, of which frontier reads the first one backwards: no
+    # validation before that is over says anything. The sequences are long, because a play that
+    # training has not seen repeats its own names.
     "shakespeare": Preset(
         "Trains 35M parameters on 0.3M tokens of input.txt: minutes on a CPU.",
         dict(
             recipe="frontier", data="data/shakespeare", out="log/shakespeare",
             n_layer=4, n_head=2, n_embd=256, block_size=1024,
             total_batch_size=2048, max_steps=298,
-            val_every=100, hellaswag_every=0, sample_every=100, sample_prompt="auto",
+            val_every=200, hellaswag_every=0, sample_every=200, sample_prompt="auto",
             checkpoint_every=100,
         ),
     ),

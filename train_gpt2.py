@@ -23,14 +23,12 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import hellaswag
 from config import FLAGS, Config
 from model import GPT, LanguageModel
-from presets import SMALL_TEXT
 from recipes import RECIPES, fresh_model, load_model, models
 from runtime import checkpoint, console, dataloader, hardware, network, ranks
 from runtime.cli import RunError, run_command
-from runtime.dataloader import Data, TokenDataset, TrainLoader
+from runtime.dataloader import Data, TrainLoader
 from runtime.flags import check_ranks_agree
 from runtime.launched import LaunchedSteps
-from runtime.loss import VocabularySample
 from runtime.optimizers import CombinedOptimizer
 from runtime.output import Output
 from runtime.ranks import Process, Stopped
@@ -201,7 +199,7 @@ def train_step(step: int, run: Run) -> torch.Tensor:
     """
     process = run.process
     state = run.state
-    state.model.begin_step(step, run.loader)
+    state.model.begin_step(step, run.loader)        # frontier may draw a sample of the vocabulary
 
     # Gradient accumulation: each backward() adds to the gradients. The losses are divided by the
     # number of micro-steps, because the loss of the batch is their mean, not their sum.
@@ -494,20 +492,6 @@ def evaluate_only(config: Config, start: checkpoint.Start, process: Process) -> 
                    f"{console.loss_text(loss, data)} on {tokens:,} tokens of {config.data}")
 
 
-def look_at_text(
-    config: Config, text: TokenDataset, schedule: BatchSchedule, model: LanguageModel
-) -> None:
-    """What depends on the training text. Of the recipes here only frontier has such ideas."""
-    # How much of it is read backwards at first; and, of a small text on a CPU, for which tokens of
-    # the vocabulary the loss computes logits. (Of a large text it costs 0.015 nats.)
-    sequences = schedule.tokens_before(config.max_steps) // config.sequence_length
-    text.backward = RECIPES[config.recipe].backward(config, sequences, text.total)
-    is_small = text.total * text.T <= SMALL_TEXT
-    if model.may_sample and model.loss_chunk and is_small:
-        occurrences = text.occurrences(config.vocab_size)
-        model.sample = VocabularySample(occurrences, config.seed)
-
-
 def start_run(asked: Config, config: Config, start: checkpoint.Start, process: Process) -> None:
     """Makes the parts of a run, and trains; with --dry_run it ends before that."""
     # The data, and the model with all that trains it.
@@ -523,7 +507,8 @@ def start_run(asked: Config, config: Config, start: checkpoint.Start, process: P
     if start.path:
         process.on_all_ranks(
             checkpoint.restore, start, data, schedule, state.optimizer, state.scaler)
-    look_at_text(config, data.train, schedule, model)
+    sequences = schedule.tokens_before(config.max_steps) // config.sequence_length
+    RECIPES[config.recipe].look_at_text(data.train, sequences, model, config)
     console.print_header(config, process, data, model, schedule, start)
 
     # The sequences of a micro-batch. With --compile, or "auto" on a GPU, one micro-step is tried.

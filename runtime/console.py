@@ -4,6 +4,7 @@ import re
 import shlex
 import statistics
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -130,12 +131,13 @@ def print_header(config, process, data, model, schedule: BatchSchedule, start: S
 
     tokens = schedule.tokens_before(c.max_steps)
     epochs = tokens / c.sequence_length / data.train.total
-    backward = ""
-    if data.train.backward:
-        backward = f", of which {data.train.backward / data.train.total:,.2f} backwards"
-    say(f"{c.max_steps:,} steps = {tokens:,} tokens = {epochs:,.2f} epochs{backward}; "
-        f"{learning_rates(c)}")
+    say(f"{c.max_steps:,} steps = {tokens:,} tokens = {epochs:,.2f} epochs; {learning_rates(c)}")
     say(", ".join(plans(c)))
+    if data.train.backward:
+        tokens_backward = data.train.backward * c.sequence_length
+        turn = bisect_left(range(c.max_steps), tokens_backward, key=schedule.tokens_before)
+        say(f"the text is read backwards before step {turn:,}: validation and samples there say "
+            "nothing yet")
 
     flops = schedule.tokens_left(start.step) * model.flops_per_token(c.sequence_length)
     days = least_cpu_seconds(flops, c.dtype, process.world_size) / DAY

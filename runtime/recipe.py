@@ -29,9 +29,9 @@ class Recipe:
     # (config) -> the batch schedule's divisors; see BatchSchedule.
     batch_divisors: Callable = lambda config: (1, 1, 1)
 
-    # (config, sequences of the run, sequences of an epoch) -> how many sequences, the first ones of
-    # the run, are read backwards.
-    backward: Callable = lambda config, sequences, epoch: 0
+    # (text, sequences, model, config): sets what depends on the training text, a TokenDataset.
+    # `sequences` is how many the run reads.
+    look_at_text: Callable = lambda text, sequences, model, config: None
 
     # {flag: value} where this recipe's default is not that of Config. `rates` also win over a
     # preset, whose learning rates are for AdamW.

@@ -159,11 +159,13 @@ def test_the_header_counts_parameters_tokens_and_epochs_and_says_what_is_planned
     assert word in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("backward, said", [
-    (0, " epochs; "), (125, ", of which 0.25 backwards;")])
-def test_the_header_says_how_much_is_read_backwards(backward, said, capsys):
+@pytest.mark.parametrize("backward, step", [(0, None), (120, 15), (121, 16), (128, 16)])
+def test_the_header_says_until_when_the_text_is_read_backwards(backward, step, capsys):
+    """A step has 8 sequences."""
     print_header(make_config(max_steps=37), backward=backward)
-    assert said in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert ("backwards" in text) == (step is not None)
+    assert (f"before step {step}:" in text) == (step is not None)
 
 
 def test_a_compiled_run_says_that_it_takes_a_while_and_one_without_out_writes_nothing(capsys):

@@ -12,13 +12,14 @@ from peers import make_run, tokens
 import frontier
 import speedrun
 from frontier import FrontierGPT, automatic, bigram_hash, muon_momentum, parts_of_tokens
+from recipes import RECIPES
 from runtime.cli import UserError
 from runtime.loss import VocabularySample
 from runtime.recipe import make_batch_schedule
 from runtime.shards import write_shard
 from runtime.tokenizer import EOT, tokenizer
 from speedrun import trapezoid
-from train_gpt2 import look_at_text, train_step
+from train_gpt2 import train_step
 
 # ----------------------------------------------------------------------- the model
 
@@ -300,11 +301,15 @@ def test_a_run_of_more_than_an_epoch_reads_backwards_at_first(
     assert ("backwards" in capsys.readouterr().out) == backward
 
 
+def look_at_text(run):
+    RECIPES[run.config.recipe].look_at_text(run.data.train, 12, run.state.model, run.config)
+
+
 @pytest.mark.parametrize("recipe", ["gpt2", "speedrun", "frontier"])
 def test_frontier_alone_computes_the_logits_of_a_sample_drawn_for_each_step(recipe):
     run = make_run(recipe=recipe)
     run.loader.tokens_of_step = lambda step: tokens(8, 25)
-    look_at_text(run.config, run.data.train, run.schedule, run.state.model)
+    look_at_text(run)
     train_step(3, run)
 
     if recipe != "frontier":
@@ -318,7 +323,7 @@ def test_frontier_alone_computes_the_logits_of_a_sample_drawn_for_each_step(reci
 @pytest.mark.parametrize("compile, small", [(True, 10**6), (False, 287)])
 def test_a_compiled_frontier_or_a_larger_text_has_all_logits(compile, small, monkeypatch):
     """The text of a test has 288 tokens."""
-    monkeypatch.setattr("train_gpt2.SMALL_TEXT", small)
+    monkeypatch.setattr(frontier, "SMALL_TEXT", small)
     run = make_run(recipe="frontier", compile=compile)
-    look_at_text(run.config, run.data.train, run.schedule, run.state.model)
+    look_at_text(run)
     assert run.state.model.sample is None
