@@ -601,6 +601,11 @@ def recipes(args, given: dict) -> None:
         [curve] = read_curves(out)
         return replace(curve, name=named)
 
+    if args.ideas and not any(run.replaced for run in runs.values()):
+        names = [idea for recipe in runs for idea in IDEAS.get(recipe, {})]
+        raise UserError(f"no variant has {args.ideas!r} in its name: choose among "
+                        f"{', '.join(names)}, or add it to IDEAS")
+
     results = in_turn(train, list(runs), args.seeds)
     show_curves(args, [curve for curves in results.values() for curve in curves])
 

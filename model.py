@@ -257,6 +257,7 @@ class LanguageModel(nn.Module):
     """
     recipe = ""             # the name of its recipe, which checkpoints and exports carry
     lookup_tables = ()      # names of the embeddings that are only looked up, never multiplied
+    computed_tables = ()    # names of buffers that an export stores and a checkpoint does not
     softcap = 0.0           # if c > 0, the logits are c tanh(y / c), where y is the head's output
 
     # How many vectors of width n_embd a block keeps of each token for its backward, compiled. The

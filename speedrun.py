@@ -160,7 +160,6 @@ class ModernLanguageModel(LanguageModel):
     Config = SpeedrunConfig
     kept_vectors = 20.1         # counted for speedrun; frontier's are 20.4
     blocks_per_bucket = 4       # all blocks read x0 and v1: each cut adds up their gradients
-    computed_tables = ()        # buffers that an export stores and a checkpoint does not
     zero_at_start = ()          # endings of the names of parameters that are zero in a new model
     embedding_std = 1.0         # of the rows of a new embedding
 

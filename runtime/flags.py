@@ -17,6 +17,7 @@ from runtime.tokenizer import VOCAB_SIZE
 NANOGPT_FLAGS = {
     "dataset": "--data",
     "decay_lr": "--min_lr, which is --max_lr where the rate is to be constant",
+    "dropout": "fewer --max_steps against overfitting, because no model here has dropout",
     "eval_interval": "--val_every",
     "eval_iters": "--val_tokens",
     "gradient_accumulation_steps": "--total_batch_size, the tokens of a step",

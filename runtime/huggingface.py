@@ -103,6 +103,9 @@ def download_model(name: str) -> Path:
     if name in OPENAI_NAMES:
         repo = f"openai-community/{name}"
 
+    if name.count("/") > 1:                     # a name on the hub is OWNER/NAME
+        raise UserError(f"{name} is neither a file nor a folder: check the path")
+
     # First without a connection, from the hub's cache on this machine.
     for cached in (True, False):
         try:

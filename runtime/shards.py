@@ -187,8 +187,10 @@ def manifest_to_continue(folder: Path, settings: dict) -> dict:
     # The version comes first: of the manifest of another command it is null.
     for key, value in settings.items():
         if found.get(key) != value:
-            begun = json.dumps(found.get(key))[:80]
-            raise UserError(f"{folder} was begun with another {key}, {begun}: use the same {key}, "
+            begun = ""
+            if not isinstance(found.get(key), list):        # of files it is long
+                begun = f", {json.dumps(found.get(key))[:80]}"
+            raise UserError(f"{folder} was begun with another {key}{begun}: use the same {key}, "
                             f"choose another --out, or train on these shards as they are")
 
     with reading(folder / "manifest.json", "choose another --out"):

@@ -393,10 +393,10 @@ class TextReader:
     def read_documents(self, path: Path) -> Pieces:
         """The pieces of the documents that are not empty."""
         compression = COMPRESSIONS.get(path.suffix.lower())
-        remedy = "repair the file (as UTF-8 text), or leave it out"
+        remedy = "repair the file, convert it to UTF-8 (iconv), or leave it out"
         if compression:
-            remedy = (f"fetch the file again, unpack it with `{PROGRAMS[compression]}` and repair "
-                      f"it (as UTF-8 text), or leave it out")
+            remedy = (f"fetch the file again, unpack it with `{PROGRAMS[compression]}` and "
+                      f"repair it or convert it to UTF-8 (iconv), or leave it out")
 
         with reading(path, remedy):
             try:
