@@ -68,7 +68,7 @@ def default_optimizers(model, optimizers, *others):
     return CombinedOptimizer(model, optimizers, *others)
 
 
-def loss_of_all_logits(x, weight, targets, chunk, softcap, weights):
+def loss_of_all_logits(x, weight, targets, chunk, softcap, counts):
     logits = F.linear(x, weight).float()
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)

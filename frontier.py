@@ -306,7 +306,7 @@ def look_at_text(text, sequences: int, model: FrontierGPT, config) -> None:
         return
     text.backward = read_backwards(config, sequences, text.total)
     if model.loss_chunk:                        # on a CPU, not compiled
-        model.sample = VocabularySample(text.occurrences(config.vocab_size), config.seed)
+        model.vocabulary_sample = VocabularySample(text.occurrences(config.vocab_size), config.seed)
 
 
 # modded-nanogpt's records up to 2026, where they help at small sizes, and more (docs/recipes.md).

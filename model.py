@@ -273,7 +273,7 @@ class LanguageModel(nn.Module):
 
     # A runtime.loss.VocabularySample, if training on a CPU computes the logits of a sample of the
     # tokens only, which changes a loss by noise. Evaluations compute all. frontier.py sets it.
-    sample = None
+    vocabulary_sample = None
 
     def use_attention(self, kernel: str) -> None:
         """Computes attention by this kernel, one of ATTENTION, from now on."""
@@ -315,19 +315,19 @@ class LanguageModel(nn.Module):
         x = x.flatten(0, 1)                                                     # (B T, C)
         targets = targets.flatten()                                             # (B T)
         if self.loss_chunk:
-            ids, weights = None, None
-            if self.sample and torch.is_grad_enabled():
-                ids, targets, weights = self.sample.choose(targets)
+            ids, counts = None, None
+            if self.vocabulary_sample and torch.is_grad_enabled():
+                ids, targets, counts = self.vocabulary_sample.choose(targets)
             loss = chunked_cross_entropy(
-                x, self.head(ids), targets, self.loss_chunk, self.softcap, weights)
+                x, self.head(ids), targets, self.loss_chunk, self.softcap, counts)
         else:
             loss = F.cross_entropy(self.logits(x).float(), targets, ignore_index=-1)
         return None, loss
 
     def begin_step(self, step: int, loader) -> None:
         """Before each training step: draws the sample of the vocabulary, if there is one."""
-        if self.sample:
-            self.sample.draw(step, loader.tokens_of_step(step))
+        if self.vocabulary_sample:
+            self.vocabulary_sample.draw(step, loader.tokens_of_step(step))
 
     def run_block(self, block: nn.Module, *args):
         """block(*args). With `recompute` the backward computes it again (arXiv:1604.06174)."""

@@ -43,19 +43,19 @@ class VocabularySample:
 
         # float32 (V,): how often each token counts, 0 where it was not drawn. Those of the step
         # count once: they are the targets, and what the model may expect to come again.
-        self.weights = torch.from_numpy(np.where(drawn, 1 / self.probability, 0.0)).float()
-        self.weights[tokens.flatten()] = 1.0
+        self.counts = torch.from_numpy(np.where(drawn, 1 / self.probability, 0.0)).float()
+        self.counts[tokens.flatten()] = 1.0
 
     def choose(self, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The ids (K,) of the chosen tokens, the targets' places among them, their weights (K,).
+        """The ids (K,) of the chosen tokens, the targets' places among them, their counts (K,).
 
         targets (N,); -1 is ignored.
         """
-        weights = self.weights.clone()
-        weights[targets.clamp(min=0)] = 1.0         # a trial's targets are not those of a step
-        ids = weights.nonzero().flatten()
-        places = torch.where(targets >= 0, weights.sign().long().cumsum(0)[targets] - 1, -1)
-        return ids, places, weights[ids]
+        counts = self.counts.clone()
+        counts[targets.clamp(min=0)] = 1.0         # a trial's targets are not those of a step
+        ids = counts.nonzero().flatten()
+        places = torch.where(targets >= 0, counts.sign().long().cumsum(0)[targets] - 1, -1)
+        return ids, places, counts[ids]
 
 
 # ---------------------------------------------------------------------- the loss of some tokens
@@ -74,11 +74,11 @@ class VocabularySample:
 # of which the constant -c can be left out.
 
 def cross_entropy_in_place(
-    logits: Tensor, targets: Tensor, softcap: float = 0.0, weights: Tensor | None = None
+    logits: Tensor, targets: Tensor, softcap: float = 0.0, counts: Tensor | None = None
 ) -> Tensor:
     """Sum of the losses (nats) for the head's output `logits` (n, V), before the softcap.
 
-    targets (n,); -1 is ignored. `weights` (V,), if given: how often each logit counts in the sum of
+    targets (n,); -1 is ignored. `counts` (V,), if given: how often each logit counts in the sum of
     exponentials, once for a target. Overwrites `logits` with the gradient of the sum.
     """
     is_scored = (targets >= 0)[:, None]                                         # (n, 1)
@@ -100,8 +100,8 @@ def cross_entropy_in_place(
 
     z_of_target = z.gather(1, targets)                                          # (n, 1)
     exps = torch.exp2_(z)                                                       # (n, V)
-    if weights is not None:
-        exps.mul_(weights)
+    if counts is not None:
+        exps.mul_(counts)
     total = exps.sum(dim=1, keepdim=True)                                       # (n, 1)
     losses = total.log() - z_of_target * LN2
     loss = (losses * is_scored).sum()
@@ -132,12 +132,12 @@ def cross_entropy_in_place(
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Mean cross-entropy (nats) of the logits x W^T, with `chunk` tokens' logits in memory.
 
-    x (N, C), weight (V, C), targets int64 (N,), of which -1 is ignored. `weights` are those of
+    x (N, C), weight (V, C), targets int64 (N,), of which -1 is ignored. `counts` are those of
     cross_entropy_in_place.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, chunk, softcap, weights, needs_gradient):
+    def forward(ctx, x, weight, targets, chunk, softcap, counts, needs_gradient):
         dtype = matmul_dtype(x)
 
         # The loss takes a quarter of the time if it is computed for a few rows at a time, whose
@@ -156,7 +156,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 logits = x_i @ w.t()                                            # (n, V)
                 tiles = zip(logits.split(tile), targets_i.split(tile), strict=True)
                 for rows, targets_of_rows in tiles:
-                    loss += cross_entropy_in_place(rows, targets_of_rows, softcap, weights)
+                    loss += cross_entropy_in_place(rows, targets_of_rows, softcap, counts)
 
                 if needs_gradient:
                     gradient = logits           # cross_entropy_in_place has overwritten them
@@ -191,8 +191,8 @@ def chunked_cross_entropy(
     targets: Tensor,
     chunk: int,
     softcap: float,
-    weights: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> Tensor:
     """ChunkedCrossEntropy, with gradients where torch computes gradients."""
     needs_gradient = torch.is_grad_enabled()
-    return ChunkedCrossEntropy.apply(x, weight, targets, chunk, softcap, weights, needs_gradient)
+    return ChunkedCrossEntropy.apply(x, weight, targets, chunk, softcap, counts, needs_gradient)

@@ -313,11 +313,11 @@ def test_frontier_alone_computes_the_logits_of_a_sample_drawn_for_each_step(reci
     train_step(3, run)
 
     if recipe != "frontier":
-        assert run.state.model.sample is None
+        assert run.state.model.vocabulary_sample is None
         return
     expected = VocabularySample(run.data.train.occurrences(96), run.config.seed)
     expected.draw(3, tokens(8, 25))
-    assert run.state.model.sample.weights.equal(expected.weights)
+    assert run.state.model.vocabulary_sample.counts.equal(expected.counts)
 
 
 @pytest.mark.parametrize("compile, small", [(True, 10**6), (False, 287)])
@@ -326,4 +326,4 @@ def test_a_compiled_frontier_or_a_larger_text_has_all_logits(compile, small, mon
     monkeypatch.setattr(frontier, "SMALL_TEXT", small)
     run = make_run(recipe="frontier", compile=compile)
     look_at_text(run)
-    assert run.state.model.sample is None
+    assert run.state.model.vocabulary_sample is None

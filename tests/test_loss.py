@@ -163,22 +163,22 @@ def problem_of_many_rare_tokens():
 
 
 def sampled_loss(x, weight, targets, sample, softcap):
-    ids, places, weights = sample.choose(targets)
-    return chunked_cross_entropy(x, weight[ids], places, 7, softcap, weights)
+    ids, places, counts = sample.choose(targets)
+    return chunked_cross_entropy(x, weight[ids], places, 7, softcap, counts)
 
 
 @pytest.mark.parametrize("softcap", [0.0, 15.0])
 def test_a_sampled_loss_weighs_each_logit(softcap):
     x, weight, targets, occurrences = problem_of_many_rare_tokens()
     sample = VocabularySample(occurrences, seed=0)
-    assert sample.weights[700] == 0, "a target that the sample lacks"
+    assert sample.counts[700] == 0, "a target that the sample lacks"
     sample.draw(0, tokens=targets.clamp(min=0))
 
     logits = x @ weight.t()
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
     scored = targets >= 0
-    totals = (logits[scored].exp() * sample.weights).sum(dim=1)
+    totals = (logits[scored].exp() * sample.counts).sum(dim=1)
     expected = (totals.log() - logits[scored, targets[scored]]).mean()
     found = sampled_loss(x, weight, targets, sample, softcap)
 
@@ -213,10 +213,10 @@ def test_a_sample_has_all_frequent_tokens_those_of_the_step_and_few_others():
     *_, occurrences = problem_of_many_rare_tokens()
     sample = VocabularySample(occurrences, seed=0)
     sample.draw(7, torch.tensor([[1998, 0], [1999, 0]]))
-    assert sample.weights[[1998, 1999]].tolist() == [1, 1]
+    assert sample.counts[[1998, 1999]].tolist() == [1, 1]
     frequent = occurrences > occurrences.sum() / 20_000
-    assert (sample.weights[frequent] == 1).all()
-    drawn = (sample.weights[occurrences == 0] > 0).float().mean()
+    assert (sample.counts[frequent] == 1).all()
+    drawn = (sample.counts[occurrences == 0] > 0).float().mean()
     assert drawn == pytest.approx(1 / 16, abs=0.02)
 
 
@@ -226,7 +226,7 @@ def test_a_sample_follows_from_the_seed_and_the_step():
     for seed, step in ((0, 5), (0, 5), (0, 6), (1, 5)):
         sample = VocabularySample(occurrences, seed)
         sample.draw(step, torch.tensor([3]))
-        draws.append(sample.weights)
+        draws.append(sample.counts)
 
     assert draws[0].equal(draws[1])
     assert not draws[0].equal(draws[2])
@@ -237,7 +237,7 @@ def test_a_sampled_loss_does_not_depend_on_the_rest_of_the_micro_batch():
     """Otherwise the number of processes would change it by more than rounding."""
     x, weight, targets, occurrences = problem_of_many_rare_tokens()
     sample = VocabularySample(occurrences, seed=0)
-    assert sample.weights[700] == 0, "a target that is not drawn"
+    assert sample.counts[700] == 0, "a target that is not drawn"
     sample.draw(0, targets.clamp(min=0))
 
     whole = sampled_loss(x, weight, targets, sample, 15.0) * 11         # one of 12 is ignored
@@ -253,7 +253,7 @@ def test_an_evaluation_computes_all_logits():
     idx = tokens(4, 32, vocab_size=640)
     with torch.no_grad():
         _, whole = model(idx, idx)
-        model.sample = VocabularySample(np.arange(640) == 0, seed=0)
+        model.vocabulary_sample = VocabularySample(np.arange(640) == 0, seed=0)
         _, again = model(idx, idx)
     _, sampled = model(idx, idx)
     assert again.item() == whole.item()
