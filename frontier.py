@@ -4,7 +4,8 @@ It is speedrun.py (record 10) with a tied head, and
 
     from later records    shifted keys, the bigram table, a lower softcap, a batch that grows
     new here              rows for stems and forms, the start of the shifted keys, the eps of the
-                          embedding
+                          embedding; for small texts a first epoch backwards, and a sample of the
+                          logits
     tuned for short runs  Adam's beta1, Muon's momentum, the rate of the bigram table
 
 docs/recipes.md says what each gains, measured by leaving it out.
