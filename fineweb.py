@@ -460,7 +460,8 @@ def steps_of_epochs(epochs: int, tokens: int) -> int:
     least 100.
     """
     flags = PRESETS["shakespeare"].flags
-    tokens *= epochs
+    T = flags["block_size"]
+    tokens = epochs * ((tokens - 1) // T) * T           # an epoch has whole sequences
 
     def tokens_of_run(steps):
         # The batch of its first steps may be smaller.
