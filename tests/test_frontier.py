@@ -320,10 +320,12 @@ def test_frontier_alone_computes_the_logits_of_a_sample_drawn_for_each_step(reci
     assert run.state.model.vocabulary_sample.counts.equal(expected.counts)
 
 
-@pytest.mark.parametrize("compile, small", [(True, 10**6), (False, 287)])
-def test_a_compiled_frontier_or_a_larger_text_has_all_logits(compile, small, monkeypatch):
+@pytest.mark.parametrize("flags, small", [
+    ({"compile": True}, 10**6), ({"overfit": True}, 10**6), ({}, 287)])
+def test_a_compiled_frontier_an_overfit_one_or_a_larger_text_has_all_logits(
+        flags, small, monkeypatch):
     """The text of a test has 288 tokens."""
     monkeypatch.setattr(frontier, "SMALL_TEXT", small)
-    run = make_run(recipe="frontier", compile=compile)
+    run = make_run(recipe="frontier", **flags)
     look_at_text(run)
     assert run.state.model.vocabulary_sample is None
