@@ -677,7 +677,10 @@ def parse_args(command: str, words: list[str]) -> tuple[argparse.Namespace, dict
     _, own, not_taken = COMMANDS[command]
     for name in own:
         parser.add_argument(name, **OWN_FLAGS[name])
-    group = parser.add_argument_group("flags of train_gpt2.py, for all runs")
+    group = parser.add_argument_group(
+        "flags of train_gpt2.py, for all runs",
+        "The defaults below are train_gpt2.py's. bench.py has smaller ones: see docs/speed.md and "
+        "CONTRIBUTING.md.")
     taken = [f for f in SHARED if f.name not in not_taken]
     for f in taken:
         add_flag(group, f, RECIPES)
