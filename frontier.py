@@ -307,7 +307,8 @@ def look_at_text(text, sequences: int, model: FrontierGPT, config) -> None:
     if text.total * text.T > SMALL_TEXT or config.overfit:
         return
     text.backward = read_backwards(config, sequences, text.total)
-    if model.loss_chunk:                        # on a CPU, not compiled
+    # On a CPU, not compiled. Of a smaller vocabulary than GPT-2's a sample would be too few tokens.
+    if model.loss_chunk and config.vocab_size >= VOCAB_SIZE:
         model.vocabulary_sample = VocabularySample(text.occurrences(config.vocab_size), config.seed)
 
 

@@ -263,7 +263,7 @@ def flags(tmp_path_factory):
     write_shard(folder / "text_train_000000.npy", squares)
     return [
         "--recipe", "frontier", "--data", folder, "--dtype", "float32",
-        "--n_layer", 2, "--n_head", 2, "--n_embd", 32, "--block_size", 16, "--vocab_size", 97,
+        "--n_layer", 2, "--n_head", 2, "--n_embd", 32, "--block_size", 16, "--vocab_size", 50304,
         "--total_batch_size", 256, "--max_steps", 16, "--val_every", 16, "--val_tokens", 112,
         "--sample_every", 0, "--hellaswag_every", 0, "--checkpoint_every", 16,
     ]
@@ -306,8 +306,9 @@ def look_at_text(run):
 
 
 @pytest.mark.parametrize("recipe", ["gpt2", "speedrun", "frontier"])
-def test_frontier_alone_computes_the_logits_of_a_sample_drawn_for_each_step(recipe):
+def test_frontier_alone_computes_the_logits_of_a_sample_drawn_for_each_step(recipe, monkeypatch):
     run = make_run(recipe=recipe)
+    monkeypatch.setattr(frontier, "VOCAB_SIZE", 96)
     run.loader.tokens_of_step = lambda step: tokens(8, 25)
     look_at_text(run)
     train_step(3, run)
@@ -321,11 +322,13 @@ def test_frontier_alone_computes_the_logits_of_a_sample_drawn_for_each_step(reci
 
 
 @pytest.mark.parametrize("flags, small", [
-    ({"compile": True}, 10**6), ({"overfit": True}, 10**6), ({}, 287)])
-def test_a_compiled_frontier_an_overfit_one_or_a_larger_text_has_all_logits(
+    ({"compile": True}, 10**6), ({"overfit": True}, 10**6), ({}, 287),
+    ({"vocab_size": 95}, 10**6)])
+def test_a_compiled_frontier_an_overfit_one_another_vocabulary_or_a_larger_text_has_all_logits(
         flags, small, monkeypatch):
     """The text of a test has 288 tokens."""
     monkeypatch.setattr(frontier, "SMALL_TEXT", small)
     run = make_run(recipe="frontier", **flags)
+    monkeypatch.setattr(frontier, "VOCAB_SIZE", 96)
     look_at_text(run)
     assert run.state.model.vocabulary_sample is None

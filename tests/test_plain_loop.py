@@ -9,7 +9,6 @@ from helpers import logged, run, saved, train
 from torch.nn import functional as F
 
 from config import Config
-import frontier
 from model import GPT, GPTConfig
 from recipes import fresh_model, load_model
 from runtime.dataloader import stable_permutation
@@ -244,7 +243,6 @@ def plain_modern_run(recipe, model, rows, batches):
 ])
 def test_a_modern_run_is_that_of_a_plain_loop_with_torchs_adam_and_muon(
         recipe, batches, byte_data, tmp_path, monkeypatch):
-    monkeypatch.setattr(frontier, "SMALL_TEXT", 0)      # all logits, as in the plain loop
     model = modern_model(recipe)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     init = save_model(tmp_path / "start.pt", model)
