@@ -205,19 +205,20 @@ class FrontierGPT(ModernLanguageModel):
         total.add_(F.embedding(forms, table))           # in place, which saves time on a CPU
         return total.add_(rows)
 
-    def head(self, ids=None):
-        """(vocab_size, C), or (..., C) of the tokens `ids`.
+    def sums_of_rows(self, tokens):
+        """tokens (...) -> (..., C): the sums that embed these tokens, and that predict them."""
+        return self.add_parts(self.transformer.wte(tokens), self.parts[:, tokens])
 
-        A token is predicted by the same sum of rows that embeds it.
-        """
+    def head(self, ids=None):
+        """(vocab_size, C): a token is predicted by the same sum of rows that embeds it."""
         if ids is None:
             return self.add_parts(self.lm_head.weight, self.parts)
-        return self.add_parts(self.transformer.wte(ids), self.parts[:, ids])
+        return self.sums_of_rows(ids)
 
     def embed(self, tokens, T, dtype):
         # The last T tokens and the one before them, if there is one: the first pair needs it.
         tokens = tokens[:, -T - 1:]
-        x = norm(self.head(tokens).to(dtype))
+        x = norm(self.sums_of_rows(tokens).to(dtype))
 
         pairs = bigram_hash(tokens, self.transformer.bigram.num_embeddings)
         x = norm(x + self.transformer.bigram(pairs).to(dtype))
@@ -293,8 +294,10 @@ def read_backwards(config, sequences: int, epoch: int) -> int:
     """
     # What the model learns of words, and of what stands near what, holds in both directions. And
     # what it has only read backwards is still new when it is read forwards: so two epochs gain 0.12
-    # nats per token on Shakespeare, and 0.01 if both are read forwards (docs/lab-notes.md). That
-    # holds for one epoch backwards, and for a new model.
+    # nats per token on Shakespeare, and 0.01 if both are read forwards (docs/lab-notes.md).
+    #
+    # A second epoch backwards raised the loss. Existing weights, which know the text's language
+    # forwards, were not tried.
     if config.init != "scratch":
         return 0
     return min(epoch, max(0, sequences - epoch))
