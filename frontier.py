@@ -3,9 +3,9 @@
 It is speedrun.py (record 10) with a tied head, and
 
     from later records    shifted keys, the bigram table, a lower softcap, a batch that grows
-    new here              rows for stems and forms, the start of the shifted keys, the eps of the
-                          embedding; for small texts a first epoch backwards, and a sample of the
-                          logits
+    new here              rows for stems and forms, the start of the shifted keys, the pointer, the
+                          eps of the embedding; for small texts a first epoch backwards, and a
+                          sample of the logits
     tuned for short runs  Adam's beta1, Muon's momentum, the rate of the bigram table
 
 docs/recipes.md says what each gains, measured by leaving it out.
@@ -140,10 +140,68 @@ class FrontierAttention(SpeedrunAttention):
         return self.c_proj(y.flatten(2)), v1
 
 
+# ---------------------------------------------------------------------- the pointer
+# A text repeats its names and its rare words, of which a model that has seen little text knows
+# nothing. So the next token is predicted in two ways: by the head, and as a copy of a token that
+# the context has already (pointer sentinel mixture models, arXiv:1609.07843).
+
+class Pointer(nn.Module):
+    """How much of each prediction is a copy of each token of the context."""
+
+    def __init__(self, C):
+        super().__init__()
+        self.c_q = CastedLinear(C, C)
+        self.c_k = CastedLinear(C, C)
+        self.c_e = CastedLinear(C, C)
+        self.scale = nn.Parameter(torch.empty(()))      # of the scores
+        self.sentinel = nn.Parameter(torch.empty(C))
+        self.bias = nn.Parameter(torch.empty(()))       # of the sentinel's score
+
+    @torch.no_grad()
+    def init_weights(self):
+        # What has led to a token before leads to it again: so queries and keys start alike.
+        nn.init.eye_(self.c_q.weight)
+        nn.init.eye_(self.c_k.weight)
+        self.c_e.weight.zero_()
+        self.sentinel.zero_()
+
+        # The best numbers for the final hidden states of a trained model, when these were all that
+        # the pointer had.
+        self.scale.fill_(11.0)
+        self.bias.fill_(13.0)
+
+    def forward(self, x, e, starts, past):
+        """x and e (B, T, C) -> float32 (B, T, S + 1): the shares of the S tokens and of the head.
+
+        x are final hidden states, e embeddings. `starts`, bool (B, S, 1), says which tokens start a
+        document.
+        """
+        # A query asks what follows. The key of a token is the hidden state that has predicted it,
+        # which is that of the token before it, and what the token is.
+        q = norm(self.c_q(x))
+        k = self.c_k(x)
+        e = self.c_e(e)
+        if past is not None:
+            k = past.append("pointer_k", k)
+            e = past.append("pointer_e", e)
+        k = F.pad(k[:, :-1], (0, 0, 1, 0)).masked_fill(starts, 0)
+        k = norm(k + e)                                                         # (B, S, C)
+
+        T, S, C = q.size(1), k.size(1), k.size(2)
+        cosines = (q @ k.mT).float() / C                                        # (B, T, S)
+        sees = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
+        scores = (self.scale * cosines).masked_fill(~sees, float("-inf"))
+
+        # The sentinel's share is the head's: it is large where nothing in the context matches.
+        sentinel = self.bias + (x.float() @ self.sentinel) / C**0.5             # (B, T)
+        scores = torch.cat((scores, sentinel[:, :, None]), dim=2)
+        return F.softmax(scores, dim=2)
+
+
 # ---------------------------------------------------------------------- the model
 
 class FrontierGPT(ModernLanguageModel):
-    """180.4M parameters at GPT-2's size: 38.6M in the bigram table, 18.2M in that of the parts."""
+    """182.1M parameters at GPT-2's size: 38.6M in the bigram table, 18.2M in that of the parts."""
     recipe = "frontier"
     lookup_tables = ("bigram", "part")
     computed_tables = ("parts",)                # an export has no tokenizer to compute it
@@ -165,6 +223,7 @@ class FrontierGPT(ModernLanguageModel):
             "part": Embedding(int(self.parts.max()) + 1, C),
             "h": nn.ModuleList(blocks),
         })
+        self.pointer = Pointer(C)
 
         # Tied head (record 51): a token's row learns where it is read and where it is predicted.
         self.lm_head = CastedLinear(C, V, device="meta")
@@ -180,12 +239,22 @@ class FrontierGPT(ModernLanguageModel):
         if not self.transformer.wte.weight.is_meta:     # on "meta" there is nothing to draw
             self.init_weights()
 
+    @staticmethod
+    def complete(weights, config):
+        """Until 2026-11-28 a model had no pointer: one that leaves all to the head is the same."""
+        pointer = Pointer(config.n_embd)
+        pointer.init_weights()
+        pointer.bias.data.fill_(60.0)
+        missing = {f"pointer.{name}": tensor for name, tensor in pointer.state_dict().items()}
+        return missing | weights
+
     @torch.no_grad()
     def init_weights(self):
         """As speedrun's, but for the weights of the shifted keys: they are those of the queries."""
         # From the first step on a token then looks for itself, and so finds what followed it
         # earlier: the model need not discover that (in the spirit of arXiv:2305.09828).
         super().init_weights()
+        self.pointer.init_weights()
         first = first_shifted_head(self.config.n_head) * self.head_size
         for block in self.transformer.h:
             block.attn.c_k.weight[first:] = block.attn.c_q.weight[first:]
@@ -228,6 +297,18 @@ class FrontierGPT(ModernLanguageModel):
         """Those of speedrun, and where documents start, for the shifted keys."""
         starts = (tokens == EOT)[:, :, None, None]                              # (B, S, 1, 1)
         return *super().attention_inputs(tokens, T, dtype, past), starts
+
+    def copies(self, x, tokens, past=None):
+        """What the pointer returns for the last tokens, of which x (B, T, C) are hidden states."""
+        # No gradient goes from the pointer into the rest of the model. With one, the head learns
+        # less of the tokens that can be copied, and the loss of both is higher.
+        x = x.detach()
+        T = x.size(1)
+        with torch.no_grad():
+            e = norm(self.sums_of_rows(tokens[:, -T:]).to(x.dtype))
+        starts = (tokens == EOT)[:, :, None]                                    # (B, S, 1)
+        with torch.autocast(x.device.type, enabled=False):
+            return self.pointer(x, e, starts, past)
 
     def configure_optimizers(self, max_lr, weight_decay, dtype, tokens):
         """[Adam, Muon]. `tokens`: those of the largest batch. `dtype`: of Muon's iteration."""

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from runtime.loss import chunked_cross_entropy
+from runtime.loss import chunked_cross_entropy, gains_of_copies, logits_with_copies
 from runtime.matmul import linear, matmul_dtype
 from runtime.tokenizer import VOCAB_SIZE
 
@@ -275,6 +275,11 @@ class LanguageModel(nn.Module):
     # tokens only, which changes a loss by noise. Evaluations compute all. frontier.py sets it.
     vocabulary_sample = None
 
+    @staticmethod
+    def complete(weights: dict, config) -> dict:
+        """The weights {name: tensor} of a file, with those that an older version did not have."""
+        return weights
+
     def use_attention(self, kernel: str) -> None:
         """Computes attention by this kernel, one of ATTENTION, from now on."""
         for block in self.transformer.h:
@@ -308,21 +313,43 @@ class LanguageModel(nn.Module):
 
         x = self.hidden(idx)                                                    # (B, T, C)
         if targets is None:
-            return self.logits(x), None
+            logits = self.logits(x)                                             # (B, T, vocab_size)
+            copies = self.copies(x, idx)
+            if copies is not None:
+                logits = logits_with_copies(logits, copies, idx)
+            return logits, None
 
+        losses, loss = self.head_losses(x.flatten(0, 1), targets.flatten())     # (B T), ()
+        copies = self.copies(x, idx)
+        if copies is not None:
+            gains = gains_of_copies(losses.view_as(targets), copies, idx, targets)
+            loss = loss - gains.sum() / (targets >= 0).sum().clamp(min=1)
+        return None, loss
+
+    def head_losses(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The losses of the head alone, x (N, C), targets (N,) -> (N,), and their mean.
+
+        The gradient is that of the mean: the losses are detached.
+        """
         # The logits are not returned beside the loss: so the chunks below need not keep them, and
         # torch.compile can compute the loss without storing them in float32.
-        x = x.flatten(0, 1)                                                     # (B T, C)
-        targets = targets.flatten()                                             # (B T)
         if self.loss_chunk:
             ids, counts = None, None
             if self.vocabulary_sample and torch.is_grad_enabled():
                 ids, targets, counts = self.vocabulary_sample.choose(targets)
-            loss = chunked_cross_entropy(
+            return chunked_cross_entropy(
                 x, self.head(ids), targets, self.loss_chunk, self.softcap, counts)
-        else:
-            loss = F.cross_entropy(self.logits(x).float(), targets, ignore_index=-1)
-        return None, loss
+
+        losses = F.cross_entropy(
+            self.logits(x).float(), targets, ignore_index=-1, reduction="none")
+        return losses.detach(), losses.sum() / (targets >= 0).sum()
+
+    def copies(self, x: Tensor, idx: Tensor, past: KVCache | None = None) -> Tensor | None:
+        """How much of each prediction is a copy of a token of idx (B, S): None, nothing.
+
+        Otherwise it is (B, T, S + 1), in its last column the head's share. frontier.py explains it.
+        """
+        return None
 
     def begin_step(self, step: int, loader) -> None:
         """Before each training step: draws the sample of the vocabulary, if there is one."""
@@ -346,13 +373,16 @@ class LanguageModel(nn.Module):
         computed only there. The caller finds the positions on the CPU, because torch.nonzero on a
         GPU would make the CPU wait for their number.
         """
-        x = self.hidden(idx).flatten(0, 1)[positions]                           # (n, C)
-        logits = self.logits(x).float()                                         # (n, vocab_size)
-        targets = targets.flatten()[positions]                                  # (n,)
-        losses = F.cross_entropy(logits, targets, reduction="none")
+        x = self.hidden(idx)                                                    # (B, T, C)
+        logits = self.logits(x.flatten(0, 1)[positions]).float()                # (n, vocab_size)
+        losses = F.cross_entropy(logits, targets.flatten()[positions], reduction="none")     # (n,)
 
         zeros = torch.zeros(idx.numel(), device=idx.device)
-        return zeros.scatter(0, positions, losses).view_as(idx)
+        losses = zeros.scatter(0, positions, losses).view_as(idx)               # (B, T)
+        copies = self.copies(x, idx)
+        if copies is not None:
+            losses = losses - gains_of_copies(losses, copies, idx, targets)
+        return losses
 
     def generate(
         self,
@@ -392,16 +422,21 @@ class LanguageModel(nn.Module):
 
         past = KVCache(min(idx.size(1) + max_new_tokens, block_size))
         for i in range(max_new_tokens):
+            context = idx[:, -block_size:]                                      # (B, S)
             if idx.size(1) > block_size:
-                # The context is the last block_size tokens. The position of each changes with every
-                # new token, so that no key of the cache can be used again.
-                x = self.hidden(idx[:, -block_size:])                           # (B, block_size, C)
+                # The position of each token changes with every new one, so that no key of the cache
+                # can be used again.
+                past = None
+                x = self.hidden(context)                                        # (B, block_size, C)
             elif i == 0:
                 x = self.hidden(idx, past)                                      # (B, T, C)
             else:
                 x = self.hidden(idx[:, -1:], past)                              # (B, 1, C)
 
             logits = self.logits(x[:, -1], head).float()                        # (B, vocab_size)
+            copies = self.copies(x, context, past)
+            if copies is not None:
+                logits = logits_with_copies(logits, copies[:, -1], context)
             new = sample_token(logits, temperature, top_k, generator)           # (B, 1)
             idx = torch.cat((idx, new), dim=1)
             yield new

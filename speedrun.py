@@ -207,6 +207,8 @@ class ModernLanguageModel(LanguageModel):
     def init_weights(self):
         """Draws all weights, each once."""
         for name, p in self.named_parameters():
+            if name.startswith("pointer."):
+                continue                                # frontier's, which draws its own
             if name.endswith(self.zero_at_start):
                 p.zero_()
             elif name.endswith("wte.weight"):
@@ -222,14 +224,15 @@ class ModernLanguageModel(LanguageModel):
                 raise AssertionError(f"no initialisation for {name}")
 
     def adam_and_muon(self, groups, beta1, max_lr, weight_decay, dtype):
-        """[Adam, Muon]: Adam has `groups`, which are all parameters outside the blocks.
+        """[Adam, Muon]: Adam has `groups`, which are the tables and the head.
 
-        Of those in the blocks, Muon has the matrices, Adam the scalars. `dtype` is that of Muon's
+        Of all other parameters Muon has the matrices, Adam the rest. `dtype` is that of Muon's
         iteration. Only Muon has weight decay.
         """
-        in_blocks = list(self.transformer.h.parameters())
-        matrices = [p for p in in_blocks if p.dim() == 2]
-        scalars = [p for p in in_blocks if p.dim() < 2]
+        in_groups = {id(p) for group in groups for p in group["params"]}
+        others = [p for p in self.parameters() if id(p) not in in_groups]
+        matrices = [p for p in others if p.dim() == 2]
+        scalars = [p for p in others if p.dim() < 2]
         adam = torch.optim.Adam(
             [*groups, {"params": scalars, "lr": max_lr}],
             betas=(beta1, 0.95),

@@ -153,6 +153,45 @@ class Block(GradientCheckpointingLayer):
         return x, v1
 
 
+# ---------------------------------------------------------------------- the pointer
+
+class Pointer(nn.Module):
+    """How much of each prediction is a copy of each token of the context (arXiv:1609.07843)."""
+
+    def __init__(self, config):
+        super().__init__()
+        C = config.n_embd
+        self.c_q = nn.Linear(C, C, bias=False)
+        self.c_k = nn.Linear(C, C, bias=False)
+        self.c_e = nn.Linear(C, C, bias=False)
+        self.scale = nn.Parameter(torch.tensor(11.0))
+        self.sentinel = nn.Parameter(torch.zeros(C))
+        self.bias = nn.Parameter(torch.tensor(13.0))
+        self.layer = config.n_layer + 1             # in the cache
+
+    def forward(self, x, e, starts, mask, past):
+        """x and e (B, T, C) -> (B, T, S + 1): the shares of the S tokens, and that of the head.
+
+        x are final hidden states, e embeddings.
+        """
+        q = norm(self.c_q(x))
+        k = self.c_k(x)
+        e = self.c_e(e)
+        if past is not None:
+            if len(past.layers) == self.layer:
+                past.layers.append(DynamicLayer())
+            k, e = past.update(k[:, None], e[:, None], self.layer)              # (B, 1, S, C)
+            k, e = k[:, 0], e[:, 0]
+        k = F.pad(k[:, :-1], (0, 0, 1, 0)).masked_fill(starts[:, :, None], 0)
+        k = norm(k + e)                                                         # (B, S, C)
+
+        C = x.size(2)
+        scores = self.scale * (q @ k.mT).float() / C                            # (B, T, S)
+        scores = scores.masked_fill(~mask, float("-inf"))
+        sentinel = self.bias + (x.float() @ self.sentinel.float()) / C**0.5     # (B, T)
+        return F.softmax(torch.cat((scores, sentinel[:, :, None]), dim=2), dim=2)
+
+
 # ---------------------------------------------------------------------- models
 
 class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
@@ -181,8 +220,8 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         return norm(self.transformer.wte(tokens[:, -T:]))
 
     def head(self, past):
-        """(vocab_size, C). `past` is the cache, or None."""
-        return self.lm_head.weight[:self.config.vocab_size]
+        """(padded_vocab_size, C). `past` is the cache, or None."""
+        return self.lm_head.weight
 
     @can_return_tuple
     def forward(
@@ -214,12 +253,16 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         T = input_ids.size(1)
         tokens = self.all_tokens(input_ids, past)                               # (B, S)
         not_padding = self.not_padding(attention_mask, tokens)                  # (B, S)
-        states = self.hidden_states(tokens, not_padding, T, past)
+        starts = self.starts(tokens, not_padding)                               # (B, S)
+        mask = self.mask(not_padding, T)                                        # (B, 1, T, S)
+        states = self.hidden_states(tokens, starts, mask, T, past)
         x = states[-1]                                                          # (B, T, C)
 
         # The softcap (arXiv:2408.00118, section 2).
         z = F.linear(x[:, -logits_to_keep:], self.head(past))
         logits = self.softcap * torch.tanh(z.float() / self.softcap)
+        logits = self.add_copies(logits, x, tokens, starts, mask, past)
+        logits = logits[..., :self.config.vocab_size]           # the others stand for no token
 
         loss = None
         if labels is not None:
@@ -247,17 +290,20 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         if past is not None and has_backward and self.transformer.h[0].gradient_checkpointing:
             raise ValueError("gradient checkpointing cannot have a cache: leave out use_cache")
 
-    def hidden_states(self, tokens, not_padding, T, past):
-        """(B, T, C) of the last T tokens: the embedding, after each block but the last, the end."""
-        # Where a document starts, or the text, after padding.
-        after_padding = F.pad(not_padding[:, :-1], (1, 0)) == 0
-        starts = (tokens == EOT) | after_padding                                # (B, S)
+    def add_copies(self, logits, x, tokens, starts, mask, past):
+        return logits
 
+    def starts(self, tokens, not_padding):
+        """Where a document starts, or the text, after padding: bool (B, S)."""
+        after_padding = F.pad(not_padding[:, :-1], (1, 0)) == 0
+        return (tokens == EOT) | after_padding
+
+    def hidden_states(self, tokens, starts, mask, T, past):
+        """(B, T, C) of the last T tokens: the embedding, after each block but the last, the end."""
         x = self.embed(tokens, starts, T)                                       # (B, T, C)
         x0 = x
         v1 = None
         rotary = self.rotary_tables(tokens, T, x.dtype)
-        mask = self.mask(not_padding, T)
         states = []
         for block in self.transformer.h:
             states.append(x)
@@ -322,7 +368,7 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 class FrontierForCausalLM(SpeedrunForCausalLM):
-    """Speedrun with shifted keys, a bigram table, and a head that is tied to the embedding.
+    """Speedrun with shifted keys, a bigram table, a head that is tied to the embedding, a pointer.
 
     A token's embedding is the sum of its own row and of two that it shares with other tokens: those
     of its parts, which are its stem and its form (a space before, capitals, ending).
@@ -336,6 +382,23 @@ class FrontierForCausalLM(SpeedrunForCausalLM):
         self.transformer["bigram"] = nn.Embedding(V, C)
         self.transformer["part"] = nn.Embedding(config.n_part, C)
         self.register_buffer("parts", torch.zeros((2, V), dtype=torch.int64))
+        self.pointer = Pointer(config)
+
+    def rows(self, tokens):
+        """tokens (...) -> (..., C): the sum of a token's row and those of its parts, normed."""
+        parts = self.transformer.part(self.parts[:, tokens]).sum(0)
+        return norm(self.transformer.wte(tokens) + parts)
+
+    def add_copies(self, logits, x, tokens, starts, mask, past):
+        """Logits (B, n, padded_vocab_size) of the last n tokens -> the logarithms of the probabilities.
+
+        A token is predicted in two ways: by the head, and as a copy of a token of the context.
+        """
+        T, n = x.size(1), logits.size(1)
+        copies = self.pointer(x, self.rows(tokens[:, -T:]), starts, mask[:, 0], past)[:, -n:]
+        probabilities = F.softmax(logits, dim=2) * copies[:, :, -1:]
+        copies = copies[:, :, :-1]
+        return probabilities.scatter_add(2, tokens[:, None].expand_as(copies), copies).log()
 
     def embed(self, tokens, starts, T):
         """The last T of the tokens (B, S) -> (B, T, C)."""
@@ -344,21 +407,17 @@ class FrontierForCausalLM(SpeedrunForCausalLM):
         before = F.pad(tokens[:, :-1], (1, 0)).masked_fill(starts, EOT)[:, -T:]
         tokens = tokens[:, -T:]
         pairs = (36313 * tokens ^ 27191 * before) % self.config.padded_vocab_size
-        parts = self.transformer.part(self.parts[:, tokens]).sum(0)
-        x = norm(self.transformer.wte(tokens) + parts)
-        return norm(x + self.transformer.bigram(pairs))
+        return norm(self.rows(tokens) + self.transformer.bigram(pairs))
 
     def head(self, past):
-        """(vocab_size, C). `past` is the cache, or None."""
+        """(padded_vocab_size, C). `past` is the cache, or None."""
         # To add three rows for each token of the vocabulary takes longer than all blocks take for a
         # new token. So a generation keeps the head in its cache, as it keeps the keys.
         keeps = past is not None and not torch.is_grad_enabled()
         if keeps and hasattr(past, "head"):
             return past.head
 
-        rows = self.config.vocab_size
-        parts = self.transformer.part(self.parts[:, :rows]).sum(0)
-        head = self.transformer.wte.weight[:rows] + parts
+        head = self.transformer.wte.weight + self.transformer.part(self.parts).sum(0)
         if keeps:
             past.head = head
         return head

@@ -10,6 +10,7 @@ import math
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from runtime.matmul import matmul_dtype
@@ -76,10 +77,10 @@ class VocabularySample:
 def cross_entropy_in_place(
     logits: Tensor, targets: Tensor, softcap: float = 0.0, counts: Tensor | None = None
 ) -> Tensor:
-    """Sum of the losses (nats) for the head's output `logits` (n, V), before the softcap.
+    """The losses (nats), (n,), for the head's output `logits` (n, V), before the softcap.
 
     targets (n,); -1 is ignored. `counts` (V,), if given: how often each logit counts in the sum of
-    exponentials, once for a target. Overwrites `logits` with the gradient of the sum.
+    exponentials, once for a target. Overwrites `logits` with the gradient of the losses' sum.
     """
     is_scored = (targets >= 0)[:, None]                                         # (n, 1)
     targets = targets.clamp(min=0)[:, None]                                     # (n, 1)
@@ -103,8 +104,7 @@ def cross_entropy_in_place(
     if counts is not None:
         exps.mul_(counts)
     total = exps.sum(dim=1, keepdim=True)                                       # (n, 1)
-    losses = total.log() - z_of_target * LN2
-    loss = (losses * is_scored).sum()
+    losses = (total.log() - z_of_target * LN2) * is_scored                      # (n, 1)
 
     # The gradient is (p_j - [j = t]) factor, and with a softcap times s (1 - s).
     factor = is_scored * 1.0
@@ -116,7 +116,7 @@ def cross_entropy_in_place(
         torch.ops.aten.sigmoid_backward.grad_input(gradient, s, grad_input=gradient)
 
     logits.copy_(gradient)
-    return loss
+    return losses[:, 0]
 
 
 # ---------------------------------------------------------------------- all tokens
@@ -130,10 +130,10 @@ def cross_entropy_in_place(
 # both by g. Autograd would keep all logits from the forward to the backward instead.
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy (nats) of the logits x W^T, with `chunk` tokens' logits in memory.
+    """Cross-entropy (nats) of the logits x W^T, with `chunk` tokens' logits in memory.
 
     x (N, C), weight (V, C), targets int64 (N,), of which -1 is ignored. `counts` are those of
-    cross_entropy_in_place.
+    cross_entropy_in_place. Returns the losses (N,), which have no gradient, and their mean.
     """
 
     @staticmethod
@@ -145,7 +145,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         tile = max(1, 400_000 // weight.size(0)) * torch.get_num_threads()
 
         with torch.autocast(x.device.type, enabled=False):
-            loss = torch.zeros((), device=x.device)
+            losses = []
             dx = torch.empty_like(x)
             dw = None
             w = weight.to(dtype)
@@ -156,7 +156,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 logits = x_i @ w.t()                                            # (n, V)
                 tiles = zip(logits.split(tile), targets_i.split(tile), strict=True)
                 for rows, targets_of_rows in tiles:
-                    loss += cross_entropy_in_place(rows, targets_of_rows, softcap, counts)
+                    losses.append(cross_entropy_in_place(rows, targets_of_rows, softcap, counts))
 
                 if needs_gradient:
                     gradient = logits           # cross_entropy_in_place has overwritten them
@@ -174,11 +174,13 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             scale = 1 / (targets >= 0).sum().clamp(min=1)
             if needs_gradient:
                 ctx.save_for_backward(dx, dw, scale)
-            return loss * scale
+            losses = torch.cat(losses)
+            ctx.mark_non_differentiable(losses)
+            return losses, losses.sum() * scale
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, g):
+    def backward(ctx, _, g):
         dx, dw, scale = ctx.saved_tensors
         factor = g * scale
         # dw is overwritten, as nothing needs it again: autograd refuses a second backward.
@@ -192,7 +194,39 @@ def chunked_cross_entropy(
     chunk: int,
     softcap: float,
     counts: Tensor | None = None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """ChunkedCrossEntropy, with gradients where torch computes gradients."""
     needs_gradient = torch.is_grad_enabled()
     return ChunkedCrossEntropy.apply(x, weight, targets, chunk, softcap, counts, needs_gradient)
+
+
+# ---------------------------------------------------------------------- copies
+# frontier predicts a token in two ways: by its head, with the probability p, and as a copy of a
+# token of the context. `copies` (..., S + 1) says how much each of the S tokens has in that, and in
+# the last column what is left for the head. So the probability is
+#
+#     (the head's share) p + (the sum of the shares of those tokens that are the same)
+
+def logits_with_copies(logits: Tensor, copies: Tensor, tokens: Tensor) -> Tensor:
+    """The logarithms of the probabilities, float32 (..., V), of logits (..., V) with copies.
+
+    `tokens`, int64 (B, S), are those of the context.
+    """
+    probabilities = F.softmax(logits.float(), dim=-1) * copies[..., -1:]
+    copies = copies[..., :-1]
+    if copies.dim() == 3:
+        tokens = tokens[:, None].expand_as(copies)
+    return probabilities.scatter_add(-1, tokens, copies).log()
+
+
+def gains_of_copies(losses: Tensor, copies: Tensor, tokens: Tensor, targets: Tensor) -> Tensor:
+    """By how much copies lower each of the losses (B, T) of the head: (B, T) in nats.
+
+    `copies` is (B, T, S + 1), tokens (B, S), targets (B, T). The gain is 0 where the target is -1.
+    """
+    is_same = tokens[:, None, :] == targets[:, :, None]                         # (B, T, S)
+    copied = (copies[..., :-1] * is_same).sum(dim=2)                            # (B, T)
+
+    # The loss falls from -ln(p) to -ln(share p + copied).
+    gains = torch.log(copies[..., -1] + copied * losses.exp())
+    return gains * (targets >= 0)

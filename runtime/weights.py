@@ -145,6 +145,7 @@ def model_from_checkpoint(
 
         if recipe == "gpt2":
             weights = gpt2_in_our_names(weights)
+        weights = cls.complete(weights, config)
         return build_model(cls, config, weights)
 
 

@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -253,16 +254,18 @@ def plain_embedding(weights, row, parts):
 
 
 def plain_modern(weights, n_head, idx, softcap, parts=None):
-    """The logits of speedrun, or with `parts` (the rows of each token's stem and form) of frontier.
+    """The logits of the head, and those of the model: speedrun's, or with `parts` frontier's.
 
-    Token by token and head by head. weights: {name: tensor}. idx (B, T) -> (B, T, vocab_size)
+    Token by token and head by head. weights: {name: tensor}. `parts` are the rows of each token's
+    stem and form. idx (B, T) -> (B, T, vocab_size) twice
     """
     rows = [plain_modern_row(weights, n_head, row, softcap, parts) for row in idx.tolist()]
-    return torch.stack(rows)
+    of_head, of_model = zip(*rows, strict=True)
+    return torch.stack(of_head), torch.stack(of_model)
 
 
 def plain_modern_row(weights, n_head, row, softcap, parts):
-    """The logits (T, vocab_size) of one row of tokens."""
+    """Those of one row of tokens, (T, vocab_size) each."""
     has_shifted_keys = parts is not None
     table, x = plain_embedding(weights, row, parts)
     x0, first_v = x, None
@@ -276,10 +279,33 @@ def plain_modern_row(weights, n_head, row, softcap, parts):
         x = x + hidden @ w["mlp.c_proj.weight"].t()
         layer += 1
 
-    head = table
+    x = rms_norm(x)
     if parts is None:
-        head = weights["lm_head.weight"]
-    return softcap * torch.tanh(rms_norm(x) @ head.t() / softcap)
+        logits = softcap * torch.tanh(x @ weights["lm_head.weight"].t() / softcap)
+        return logits, logits
+    logits = softcap * torch.tanh(x @ table.t() / softcap)
+    probabilities = plain_pointer(weights, x.detach(), table.detach(), row, logits.detach())
+    return logits, probabilities.log()
+
+
+def plain_pointer(weights, x, table, row, logits):
+    """frontier's probabilities (T, vocab_size), of the head's logits and of copies."""
+    w = {name: weights[f"pointer.{name}"] for name in ("scale", "sentinel", "bias")}
+    q = rms_norm(x @ weights["pointer.c_q.weight"].t())
+    k = shift_by_one(x @ weights["pointer.c_k.weight"].t(), row)
+    k = rms_norm(k + rms_norm(table[row]) @ weights["pointer.c_e.weight"].t())
+
+    C = x.size(1)
+    probabilities = []
+    for t in range(len(row)):
+        scores = [w["scale"] * (q[t] @ k[s]) / C for s in range(t + 1)]
+        scores.append(w["bias"] + x[t] @ w["sentinel"] / math.sqrt(C))
+        *copies, share = torch.stack(scores).softmax(0)
+        p = share * logits[t].softmax(0)
+        for s, copy in enumerate(copies):
+            p = p + copy * F.one_hot(torch.tensor(row[s]), len(p))
+        probabilities.append(p)
+    return torch.stack(probabilities)
 
 
 def weights_of_block(weights, layer):

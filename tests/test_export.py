@@ -40,6 +40,8 @@ def make_model(recipe, gelu=None, **shape):
 
         # The padding would be sampled, if it could be.
         model.lm_head.weight[VOCAB_SIZE:] *= 20
+        if recipe == "frontier":
+            model.pointer.bias += 3             # less copies: otherwise one token would go on
     return model
 
 
@@ -180,7 +182,7 @@ def test_frontiers_head_is_made_once_in_a_generation_and_anew_in_the_next(recipe
     heads_made = []
 
     def remember(module, args, result):
-        if args[0].size(-1) == VOCAB_SIZE:
+        if args[0].size(-1) == 50304:
             heads_made.append(True)
 
     if recipe == "frontier":

@@ -23,19 +23,20 @@ from train_gpt2 import train_step
 
 # ----------------------------------------------------------------------- the model
 
-def test_gpt2s_size_has_180_million_parameters():
+def test_gpt2s_size_has_182_million_parameters():
     with torch.device("meta"):
         model = FrontierGPT(FrontierGPT.Config())
     blocks = 12 * 12 * 768**2 + 12 * 3
     rows = 2 * 50304 + 23579 + 91               # tokens, bigrams, stems, forms
-    assert sum(p.numel() for p in model.parameters()) == rows * 768 + blocks
+    pointer = 3 * 768**2 + 768 + 2
+    assert sum(p.numel() for p in model.parameters()) == rows * 768 + blocks + pointer
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
 def test_rows_that_are_looked_up_are_no_flops():
     with torch.device("meta"):
         model = FrontierGPT(FrontierGPT.Config())
-    in_products = 50304 * 768 + 12 * 12 * 768**2 + 12 * 3
+    in_products = 50304 * 768 + 12 * 12 * 768**2 + 12 * 3 + 3 * 768**2 + 768 + 2
     assert model.flops_per_token(1024) == 6 * in_products + 12 * 12 * 768 * 1024
 
 

@@ -33,7 +33,7 @@ def test_the_chunked_loss_is_the_whole_one_with_its_gradients(chunk, vocab_size,
 
     # Three times, because the backward must pass on what comes after the loss.
     whole = 3 * plain_loss(x, weight, targets, softcap)
-    chunked = 3 * chunked_cross_entropy(x, weight, targets, chunk, softcap)
+    chunked = 3 * chunked_cross_entropy(x, weight, targets, chunk, softcap)[1]
 
     # The loss and the probabilities are float32 inside.
     assert chunked.item() == pytest.approx(whole.item(), rel=1e-5)
@@ -42,6 +42,20 @@ def test_the_chunked_loss_is_the_whole_one_with_its_gradients(chunk, vocab_size,
     for gradient, expected_gradient in zip(found, expected, strict=True):
         error = (gradient - expected_gradient).norm()
         assert error <= 1e-5 * expected_gradient.norm()
+
+
+def test_the_losses_of_the_tokens_are_returned_too_without_a_gradient():
+    torch.manual_seed(0)
+    x = torch.randn(19, 8).requires_grad_()
+    weight = torch.randn(50, 8)
+    targets = torch.randint(0, 50, (19,))
+    targets[::5] = -1
+    losses, mean = chunked_cross_entropy(x, weight, targets, 7, 0.0)
+
+    expected = F.cross_entropy(x @ weight.t(), targets, ignore_index=-1, reduction="none")
+    torch.testing.assert_close(losses, expected.detach())
+    assert not losses.requires_grad
+    assert mean.item() == pytest.approx(losses[targets >= 0].mean().item())
 
 
 @pytest.mark.parametrize("with_gradients, products", [(True, 3), (False, 1)])
@@ -125,7 +139,7 @@ def test_in_bfloat16_the_chunks_gradients_are_added_up_in_float32():
     gradients = []
     for chunk in (8, 1024):
         with torch.autocast("cpu", torch.bfloat16):
-            loss = chunked_cross_entropy(x, weight, targets, chunk, 0.0)
+            _, loss = chunked_cross_entropy(x, weight, targets, chunk, 0.0)
         gradients += torch.autograd.grad(loss, weight)
 
     in_chunks, at_once = gradients
@@ -142,7 +156,7 @@ def test_in_float16_the_gradients_of_unlikely_tokens_survive_the_chunks():
     gradients = []
     for autocast in (False, True):
         with torch.autocast("cpu", torch.float16, enabled=autocast):
-            loss = chunked_cross_entropy(x, weight, targets, 1024, 0.0)
+            _, loss = chunked_cross_entropy(x, weight, targets, 1024, 0.0)
         gradients.append(torch.autograd.grad(65536.0 * loss, (x, weight)))
 
     for exact, rounded in zip(*gradients, strict=True):
@@ -164,7 +178,7 @@ def problem_of_many_rare_tokens():
 
 def sampled_loss(x, weight, targets, sample, softcap):
     ids, places, counts = sample.choose(targets)
-    return chunked_cross_entropy(x, weight[ids], places, 7, softcap, counts)
+    return chunked_cross_entropy(x, weight[ids], places, 7, softcap, counts)[1]
 
 
 @pytest.mark.parametrize("softcap", [0.0, 15.0])

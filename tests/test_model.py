@@ -302,7 +302,10 @@ def inputs_of_graphs(model):
 def test_several_gpus_divide_a_compiled_model_where_little_is_stored(
     recipe, width, n_layer, one_rank
 ):
-    """Between blocks: nothing is as wide as the hidden layer, and nothing is float32."""
+    """Between blocks, or after the head: what is stored is narrow, and in bfloat16.
+
+    Of the head the losses remain, one number a token.
+    """
     cls = RECIPES[recipe].model
     model = cls(cls.Config(vocab_size=512, n_layer=n_layer, n_head=4, n_embd=width))
 
@@ -312,8 +315,9 @@ def test_several_gpus_divide_a_compiled_model_where_little_is_stored(
     for inputs in graphs[1:]:
         assert inputs
         for tensor in inputs:
-            assert tensor.dtype == torch.bfloat16
-            assert tensor.size(-1) <= width
+            is_loss = tensor.dim() < 2
+            assert is_loss or tensor.dtype == torch.bfloat16
+            assert is_loss or tensor.size(-1) <= width
 
 
 # ----------------------------------------------------------------------- optimizers

@@ -22,7 +22,10 @@ SOFTCAPS = {"speedrun": 30, "frontier": 15}
 def trained(recipe, **shape):
     """With random weights as after training: in a new model all branches are zero."""
     shape = {"n_layer": 3, "n_embd": 32} | shape
-    return make_model(cls=RECIPES[recipe].model, spread=0.1, **shape)
+    model = make_model(cls=RECIPES[recipe].model, spread=0.1, **shape)
+    if recipe == "frontier":
+        model.pointer.bias.data.fill_(4.0)              # so that copies have a share
+    return model
 
 
 # ----------------------------------------------------------------------- the models
@@ -41,9 +44,13 @@ def test_logits_loss_and_gradients_equal_a_plain_reference(recipe, n_head, loss_
 
     weights = double_precision(model)
     parts = getattr(model, "parts", None)               # frontier's
-    expected = plain_modern(weights, n_head, idx, SOFTCAPS[recipe], parts)
-    expected_loss = F.cross_entropy(expected.flatten(0, 1), targets.flatten(), ignore_index=-1)
+    of_head, expected = plain_modern(weights, n_head, idx, SOFTCAPS[recipe], parts)
+    loss_of_head, expected_loss = (
+        F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+        for logits in (of_head, expected))
     expected_loss.backward()
+    if recipe == "frontier":
+        loss_of_head.backward()                         # which learns as if there were no copies
 
     logits, _ = model(idx)
     _, loss = model(idx, targets)
@@ -72,7 +79,10 @@ def test_under_autocast_all_products_are_in_bfloat16(recipe, monkeypatch):
     with torch.autocast("cpu", torch.bfloat16):
         found, _ = model(idx)
 
-    assert dtypes == [torch.bfloat16] * (3 * 6 + 1)
+    products = 3 * 6 + 1
+    if recipe == "frontier":
+        products += 3                                   # the pointer's
+    assert dtypes == [torch.bfloat16] * products
     assert 0 < (found - expected).norm() < 0.05 * expected.norm()
     assert all(p.dtype == torch.float32 for p in model.parameters())
 
@@ -147,7 +157,7 @@ def names_in(optimizer, model):
 
 
 @pytest.mark.parametrize("recipe", MODERN)
-def test_every_parameter_is_optimised_once_and_the_matrices_of_blocks_by_muon(recipe):
+def test_every_parameter_is_optimised_once_and_the_matrices_inside_by_muon(recipe):
     model = trained(recipe)
     adam, muon = optimizers_of(recipe, model)
     of_adam = names_in(adam, model)
@@ -156,8 +166,8 @@ def test_every_parameter_is_optimised_once_and_the_matrices_of_blocks_by_muon(re
     assert all(group["fused"] for group in adam.param_groups)
     assert sorted(of_adam + of_muon) == sorted(name for name, _ in model.named_parameters())
     for name, p in model.named_parameters():
-        is_matrix_of_block = ".h." in name and p.dim() == 2
-        assert (name in of_muon) == is_matrix_of_block, name
+        is_matrix_inside = name.startswith(("transformer.h.", "pointer.")) and p.dim() == 2
+        assert (name in of_muon) == is_matrix_inside, name
 
 
 @pytest.mark.parametrize("recipe, expected", [
