@@ -127,6 +127,7 @@ IDEAS = {
         "no shifted keys": (frontier, "first_shifted_head", lambda n_head: n_head),
         "shifted keys start at random": (
             frontier.FrontierGPT, "init_weights", speedrun.ModernLanguageModel.init_weights),
+        "a pointer that copies nothing": (frontier, "SENTINEL", 60.0),
         "no rows for stems and forms": (frontier, "stem_and_form", lambda text: ("", ())),
         "speedrun's momentum": (frontier.RECIPE, "momentum", speedrun.muon_momentum),
         "softcap 30 for 15": (frontier.FrontierGPT, "softcap", 30.0),

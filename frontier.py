@@ -145,6 +145,11 @@ class FrontierAttention(SpeedrunAttention):
 # nothing. So the next token is predicted in two ways: by the head, and as a copy of a token that
 # the context has already (pointer sentinel mixture models, arXiv:1609.07843).
 
+# The score of the sentinel, which stands for "no copy", in a new model. It and the scale below are
+# the best ones for the hidden states of a model that was trained without a pointer.
+SENTINEL = 13.0
+
+
 class Pointer(nn.Module):
     """How much of each prediction is a copy of each token of the context."""
 
@@ -153,22 +158,16 @@ class Pointer(nn.Module):
         self.c_q = CastedLinear(C, C)
         self.c_k = CastedLinear(C, C)
         self.c_e = CastedLinear(C, C)
-        self.scale = nn.Parameter(torch.empty(()))      # of the scores
-        self.sentinel = nn.Parameter(torch.empty(C))
-        self.bias = nn.Parameter(torch.empty(()))       # of the sentinel's score
 
-    @torch.no_grad()
-    def init_weights(self):
         # What has led to a token before leads to it again: so queries and keys start alike.
         nn.init.eye_(self.c_q.weight)
         nn.init.eye_(self.c_k.weight)
-        self.c_e.weight.zero_()
-        self.sentinel.zero_()
+        nn.init.zeros_(self.c_e.weight)
 
-        # The best numbers for the final hidden states of a trained model, when these were all that
-        # the pointer had.
-        self.scale.fill_(11.0)
-        self.bias.fill_(13.0)
+        # A token's score is `scale` times a cosine.
+        self.scale = nn.Parameter(torch.tensor(11.0))
+        self.bias = nn.Parameter(torch.tensor(SENTINEL))
+        self.sentinel = nn.Parameter(torch.zeros(C))
 
     def forward(self, x, e, starts, past):
         """x and e (B, T, C) -> float32 (B, T, S + 1): the shares of the S tokens and of the head.
@@ -192,7 +191,6 @@ class Pointer(nn.Module):
         sees = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
         scores = (self.scale * cosines).masked_fill(~sees, float("-inf"))
 
-        # The sentinel's share is the head's: it is large where nothing in the context matches.
         sentinel = self.bias + (x.float() @ self.sentinel) / C**0.5             # (B, T)
         scores = torch.cat((scores, sentinel[:, :, None]), dim=2)
         return F.softmax(scores, dim=2)
@@ -243,7 +241,6 @@ class FrontierGPT(ModernLanguageModel):
     def complete(weights, config):
         """Until 2026-11-28 a model had no pointer: one that leaves all to the head is the same."""
         pointer = Pointer(config.n_embd)
-        pointer.init_weights()
         pointer.bias.data.fill_(60.0)
         missing = {f"pointer.{name}": tensor for name, tensor in pointer.state_dict().items()}
         return missing | weights
@@ -254,7 +251,6 @@ class FrontierGPT(ModernLanguageModel):
         # From the first step on a token then looks for itself, and so finds what followed it
         # earlier: the model need not discover that (in the spirit of arXiv:2305.09828).
         super().init_weights()
-        self.pointer.init_weights()
         first = first_shifted_head(self.config.n_head) * self.head_size
         for block in self.transformer.h:
             block.attn.c_k.weight[first:] = block.attn.c_q.weight[first:]

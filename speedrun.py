@@ -208,7 +208,7 @@ class ModernLanguageModel(LanguageModel):
         """Draws all weights, each once."""
         for name, p in self.named_parameters():
             if name.startswith("pointer."):
-                continue                                # frontier's, which draws its own
+                continue                                # frontier.Pointer sets its own
             if name.endswith(self.zero_at_start):
                 p.zero_()
             elif name.endswith("wte.weight"):

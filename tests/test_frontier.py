@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import logged, run, train
-from peers import make_run, tokens
+from peers import make_model, make_run, own_checkpoint, save, tokens
 
 import frontier
 import speedrun
 from frontier import FrontierGPT, automatic, bigram_hash, muon_momentum, parts_of_tokens
-from recipes import RECIPES
+from recipes import RECIPES, load_model
 from runtime.cli import UserError
 from runtime.loss import VocabularySample
 from runtime.recipe import make_batch_schedule
@@ -77,6 +77,63 @@ def test_the_shifted_keys_begin_as_the_queries_of_their_heads():
         is_same = (block.attn.c_k.weight == block.attn.c_q.weight).all(1)
         assert not is_same[:16].any()
         assert is_same[16:].all()
+
+
+# ----------------------------------------------------------------------- the pointer
+
+def model_that_copies(**shape):
+    """With random weights as after training, and copies that have a share."""
+    shape = {"vocab_size": 50304, "n_layer": 1, "n_embd": 32} | shape
+    model = make_model(cls=FrontierGPT, spread=0.1, **shape)
+    model.pointer.bias.data.fill_(4.0)
+    return model
+
+
+def test_a_new_model_already_copies_what_followed_earlier():
+    torch.manual_seed(0)
+    model = FrontierGPT(FrontierGPT.Config(64, 50304, 2, 2, 256))
+    idx = tokens(4, 12, vocab_size=50257).repeat(1, 2)                          # each row twice
+    targets = idx.roll(-1, dims=1)
+    new, again = targets.clone(), targets.clone()
+    new[:, 11:] = -1
+    again[:, :12] = -1
+    assert model(idx, new)[1] > 10
+    assert model(idx, again)[1] < 4
+
+
+def test_with_copies_the_probabilities_add_up_to_1():
+    model = model_that_copies()
+    idx = tokens(2, 24)
+    logits, _ = model(idx)
+    torch.testing.assert_close(logits.exp().sum(dim=2), torch.ones(2, 24))
+    assert model.copies(model.hidden(idx), idx)[:, -1, :-1].sum() > 0.2
+
+
+def test_the_losses_of_single_tokens_have_their_copies():
+    model = model_that_copies()
+    idx = tokens(2, 24)
+    targets = tokens(2, 24, seed=2)
+    targets[0, 1:] = idx[0, :-1]                        # copies
+    targets[1, 5:9] = -1
+    positions = (targets.flatten() >= 0).nonzero().flatten()
+
+    losses = model.token_losses(idx, targets, positions)
+    expected = F.cross_entropy(model(idx)[0].mT, targets, ignore_index=-1, reduction="none")
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-3)
+    assert losses.sum() / len(positions) == pytest.approx(model(idx, targets)[1].item(), rel=1e-5)
+
+
+def test_a_checkpoint_without_a_pointer_copies_nothing(tmp_path):
+    model = model_that_copies()
+    weights = {
+        name: p for name, p in model.state_dict().items() if not name.startswith("pointer.")}
+    checkpoint = own_checkpoint(model) | {"model": weights, "recipe": "frontier"}
+    old = load_model(save(tmp_path / "checkpoint.pt", checkpoint))
+
+    idx = tokens(2, 24)
+    of_head = model.logits(model.hidden(idx)).log_softmax(dim=2)
+    torch.testing.assert_close(old(idx)[0], of_head)
+    assert not torch.allclose(model(idx)[0], of_head)
 
 
 # ----------------------------------------------------------------------- stems, forms, pairs
