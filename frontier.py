@@ -151,7 +151,7 @@ SENTINEL = 13.0
 
 
 class Pointer(nn.Module):
-    """How much of each prediction is a copy of each token of the context."""
+    """The share of each prediction that copies a token of the context, and the head's share."""
 
     def __init__(self, C):
         super().__init__()
@@ -164,19 +164,18 @@ class Pointer(nn.Module):
         nn.init.eye_(self.c_k.weight)
         nn.init.zeros_(self.c_e.weight)
 
-        # A token's score is `scale` times a cosine.
-        self.scale = nn.Parameter(torch.tensor(11.0))
-        self.bias = nn.Parameter(torch.tensor(SENTINEL))
+        self.scale = nn.Parameter(torch.tensor(11.0))       # a token's score is this times a cosine
         self.sentinel = nn.Parameter(torch.zeros(C))
+        self.sentinel_bias = nn.Parameter(torch.tensor(SENTINEL))
 
     def forward(self, x, e, starts, past):
-        """x and e (B, T, C) -> float32 (B, T, S + 1): the shares of the S tokens and of the head.
+        """x and e (B, T, C) -> float32 (B, T, S), which copies each of the S tokens, and (B, T).
 
         x are final hidden states, e embeddings. `starts`, bool (B, S, 1), says which tokens start a
         document.
         """
-        # A query asks what follows. The key of a token is the hidden state that has predicted it,
-        # which is that of the token before it, and what the token is.
+        # A query asks what comes next. The key of a token says which hidden state has predicted it,
+        # that of the token before, and which token it is.
         q = norm(self.c_q(x))
         k = self.c_k(x)
         e = self.c_e(e)
@@ -190,10 +189,11 @@ class Pointer(nn.Module):
         cosines = (q @ k.mT).float() / C                                        # (B, T, S)
         sees = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
         scores = (self.scale * cosines).masked_fill(~sees, float("-inf"))
+        sentinel = self.sentinel_bias + (x.float() @ self.sentinel) / C**0.5    # (B, T)
 
-        sentinel = self.bias + (x.float() @ self.sentinel) / C**0.5             # (B, T)
-        scores = torch.cat((scores, sentinel[:, :, None]), dim=2)
-        return F.softmax(scores, dim=2)
+        # A softmax over the scores and the sentinel.
+        total = torch.logaddexp(scores.logsumexp(dim=2), sentinel)              # (B, T)
+        return torch.exp(scores - total[:, :, None]), torch.exp(sentinel - total)
 
 
 # ---------------------------------------------------------------------- the model
@@ -221,7 +221,6 @@ class FrontierGPT(ModernLanguageModel):
             "part": Embedding(int(self.parts.max()) + 1, C),
             "h": nn.ModuleList(blocks),
         })
-        self.pointer = Pointer(C)
 
         # Tied head (record 51): a token's row learns where it is read and where it is predicted.
         self.lm_head = CastedLinear(C, V, device="meta")
@@ -236,14 +235,15 @@ class FrontierGPT(ModernLanguageModel):
         self.embedding_std = 5 / C
         if not self.transformer.wte.weight.is_meta:     # on "meta" there is nothing to draw
             self.init_weights()
+        self.pointer = Pointer(C)                       # draws nothing
 
     @staticmethod
-    def complete(weights, config):
-        """Until 2026-11-28 a model had no pointer: one that leaves all to the head is the same."""
-        pointer = Pointer(config.n_embd)
-        pointer.bias.data.fill_(60.0)
-        missing = {f"pointer.{name}": tensor for name, tensor in pointer.state_dict().items()}
-        return missing | weights
+    def add_missing(weights, config):
+        """A file of before 2026-11-28 has no pointer: the model gets a new one."""
+        if any(name.startswith("pointer.") for name in weights):
+            return weights
+        pointer = Pointer(config.n_embd).state_dict()
+        return weights | {f"pointer.{name}": tensor for name, tensor in pointer.items()}
 
     @torch.no_grad()
     def init_weights(self):
@@ -303,6 +303,8 @@ class FrontierGPT(ModernLanguageModel):
         with torch.no_grad():
             e = norm(self.sums_of_rows(tokens[:, -T:]).to(x.dtype))
         starts = (tokens == EOT)[:, :, None]                                    # (B, S, 1)
+
+        # Autocast would round the sentinel's score, which is float32.
         with torch.autocast(x.device.type, enabled=False):
             return self.pointer(x, e, starts, past)
 

@@ -276,8 +276,8 @@ class LanguageModel(nn.Module):
     vocabulary_sample = None
 
     @staticmethod
-    def complete(weights: dict, config) -> dict:
-        """The weights {name: tensor} of a file, with those that an older version did not have."""
+    def add_missing(weights: dict, config) -> dict:
+        """A file's weights {name: tensor}, and those that an older version did not have."""
         return weights
 
     def use_attention(self, kernel: str) -> None:
@@ -315,24 +315,21 @@ class LanguageModel(nn.Module):
         if targets is None:
             logits = self.logits(x)                                             # (B, T, vocab_size)
             copies = self.copies(x, idx)
-            if copies is not None:
-                logits = logits_with_copies(logits, copies, idx)
+            if copies:
+                logits = logits_with_copies(logits, *copies, idx)
             return logits, None
 
         losses, loss = self.head_losses(x.flatten(0, 1), targets.flatten())     # (B T), ()
         copies = self.copies(x, idx)
-        if copies is not None:
-            gains = gains_of_copies(losses.view_as(targets), copies, idx, targets)
+        if copies:
+            gains = gains_of_copies(losses.view_as(targets), *copies, idx, targets)
             loss = loss - gains.sum() / (targets >= 0).sum().clamp(min=1)
         return None, loss
 
     def head_losses(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The losses of the head alone, x (N, C), targets (N,) -> (N,), and their mean.
-
-        The gradient is that of the mean: the losses are detached.
-        """
-        # The logits are not returned beside the loss: so the chunks below need not keep them, and
-        # torch.compile can compute the loss without storing them in float32.
+        """The head's losses for x (N, C) and targets (N,): (N,), without gradient, and the mean."""
+        # The logits are not returned: so the chunks below need not keep them, and torch.compile can
+        # compute the losses without storing them in float32.
         if self.loss_chunk:
             ids, counts = None, None
             if self.vocabulary_sample and torch.is_grad_enabled():
@@ -344,10 +341,12 @@ class LanguageModel(nn.Module):
             self.logits(x).float(), targets, ignore_index=-1, reduction="none")
         return losses.detach(), losses.sum() / (targets >= 0).sum()
 
-    def copies(self, x: Tensor, idx: Tensor, past: KVCache | None = None) -> Tensor | None:
-        """How much of each prediction is a copy of a token of idx (B, S): None, nothing.
+    def copies(
+        self, x: Tensor, idx: Tensor, past: KVCache | None = None
+    ) -> tuple[Tensor, Tensor] | None:
+        """The shares of each prediction that copy a token of idx (B, S). None: there are none.
 
-        Otherwise it is (B, T, S + 1), in its last column the head's share. frontier.py explains it.
+        frontier has them: (B, T, S), for each of the S tokens, and (B, T), what the head has left.
         """
         return None
 
@@ -380,8 +379,8 @@ class LanguageModel(nn.Module):
         zeros = torch.zeros(idx.numel(), device=idx.device)
         losses = zeros.scatter(0, positions, losses).view_as(idx)               # (B, T)
         copies = self.copies(x, idx)
-        if copies is not None:
-            losses = losses - gains_of_copies(losses, copies, idx, targets)
+        if copies:
+            losses = losses - gains_of_copies(losses, *copies, idx, targets)
         return losses
 
     def generate(
@@ -433,10 +432,12 @@ class LanguageModel(nn.Module):
             else:
                 x = self.hidden(idx[:, -1:], past)                              # (B, 1, C)
 
-            logits = self.logits(x[:, -1], head).float()                        # (B, vocab_size)
+            logits = self.logits(x[:, -1:], head)                               # (B, 1, vocab_size)
             copies = self.copies(x, context, past)
-            if copies is not None:
-                logits = logits_with_copies(logits, copies[:, -1], context)
+            if copies:
+                shares, head_share = copies
+                logits = logits_with_copies(logits, shares[:, -1:], head_share[:, -1:], context)
+            logits = logits[:, 0].float()                                       # (B, vocab_size)
             new = sample_token(logits, temperature, top_k, generator)           # (B, 1)
             idx = torch.cat((idx, new), dim=1)
             yield new

@@ -207,8 +207,6 @@ class ModernLanguageModel(LanguageModel):
     def init_weights(self):
         """Draws all weights, each once."""
         for name, p in self.named_parameters():
-            if name.startswith("pointer."):
-                continue                                # frontier.Pointer sets its own
             if name.endswith(self.zero_at_start):
                 p.zero_()
             elif name.endswith("wte.weight"):

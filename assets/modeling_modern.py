@@ -156,7 +156,10 @@ class Block(GradientCheckpointingLayer):
 # ---------------------------------------------------------------------- the pointer
 
 class Pointer(nn.Module):
-    """How much of each prediction is a copy of each token of the context (arXiv:1609.07843)."""
+    """The share of each prediction that copies a token of the context, and the head's share.
+
+    (Pointer sentinel mixture models, arXiv:1609.07843.)
+    """
 
     def __init__(self, config):
         super().__init__()
@@ -164,23 +167,23 @@ class Pointer(nn.Module):
         self.c_q = nn.Linear(C, C, bias=False)
         self.c_k = nn.Linear(C, C, bias=False)
         self.c_e = nn.Linear(C, C, bias=False)
-        self.scale = nn.Parameter(torch.tensor(11.0))
+        self.scale = nn.Parameter(torch.tensor(1.0))
         self.sentinel = nn.Parameter(torch.zeros(C))
-        self.bias = nn.Parameter(torch.tensor(13.0))
-        self.layer = config.n_layer + 1             # in the cache
+        self.sentinel_bias = nn.Parameter(torch.tensor(0.0))
+        self.cache_layer = config.n_layer + 1
 
     def forward(self, x, e, starts, mask, past):
-        """x and e (B, T, C) -> (B, T, S + 1): the shares of the S tokens, and that of the head.
+        """x and e (B, T, C) -> (B, T, S), which copies each of the S tokens, and (B, T).
 
-        x are final hidden states, e embeddings.
+        x are final hidden states, e embeddings. mask (B, T, S) is what each token sees.
         """
         q = norm(self.c_q(x))
         k = self.c_k(x)
         e = self.c_e(e)
         if past is not None:
-            if len(past.layers) == self.layer:
+            if len(past.layers) == self.cache_layer:
                 past.layers.append(DynamicLayer())
-            k, e = past.update(k[:, None], e[:, None], self.layer)              # (B, 1, S, C)
+            k, e = past.update(k[:, None], e[:, None], self.cache_layer)        # (B, 1, S, C)
             k, e = k[:, 0], e[:, 0]
         k = F.pad(k[:, :-1], (0, 0, 1, 0)).masked_fill(starts[:, :, None], 0)
         k = norm(k + e)                                                         # (B, S, C)
@@ -188,8 +191,9 @@ class Pointer(nn.Module):
         C = x.size(2)
         scores = self.scale * (q @ k.mT).float() / C                            # (B, T, S)
         scores = scores.masked_fill(~mask, float("-inf"))
-        sentinel = self.bias + (x.float() @ self.sentinel.float()) / C**0.5     # (B, T)
-        return F.softmax(torch.cat((scores, sentinel[:, :, None]), dim=2), dim=2)
+        sentinel = self.sentinel_bias + (x.float() @ self.sentinel.float()) / C**0.5
+        total = torch.logaddexp(scores.logsumexp(dim=2), sentinel)              # (B, T)
+        return torch.exp(scores - total[:, :, None]), torch.exp(sentinel - total)
 
 
 # ---------------------------------------------------------------------- models
@@ -390,15 +394,17 @@ class FrontierForCausalLM(SpeedrunForCausalLM):
         return norm(self.transformer.wte(tokens) + parts)
 
     def add_copies(self, logits, x, tokens, starts, mask, past):
-        """Logits (B, n, padded_vocab_size) of the last n tokens -> the logarithms of the probabilities.
+        """Logits (B, n, V) of the last n tokens -> the logarithms of the probabilities.
 
         A token is predicted in two ways: by the head, and as a copy of a token of the context.
         """
         T, n = x.size(1), logits.size(1)
-        copies = self.pointer(x, self.rows(tokens[:, -T:]), starts, mask[:, 0], past)[:, -n:]
-        probabilities = F.softmax(logits, dim=2) * copies[:, :, -1:]
-        copies = copies[:, :, :-1]
-        return probabilities.scatter_add(2, tokens[:, None].expand_as(copies), copies).log()
+        e = self.rows(tokens[:, -T:])
+        shares, head_share = self.pointer(x, e, starts, mask[:, 0], past)
+        shares, head_share = shares[:, -n:], head_share[:, -n:]
+        probabilities = F.softmax(logits, dim=2) * head_share[:, :, None]
+        ids = tokens[:, None].expand_as(shares)                                 # (B, n, S)
+        return probabilities.scatter_add(2, ids, shares).clamp(min=1e-37).log()
 
     def embed(self, tokens, starts, T):
         """The last T of the tokens (B, S) -> (B, T, C)."""

@@ -120,8 +120,8 @@ def cross_entropy_in_place(
 
 
 # ---------------------------------------------------------------------- all tokens
-# The loss is the last thing that a step computes: what its backward is given is a single number g,
-# 1 or float16's scale. So the forward already knows the gradients but for that number. It computes
+# The loss is at the end of what a step computes: its backward is given a single number g, 1 or
+# float16's scale. So the forward already knows the gradients but for that number. It computes
 # those of x and W while it has the logits, of which they are matrix products:
 #
 #     logits = x W^T,         d loss / d x = G W,         d loss / d W = G^T x
@@ -202,31 +202,38 @@ def chunked_cross_entropy(
 
 # ---------------------------------------------------------------------- copies
 # frontier predicts a token in two ways: by its head, with the probability p, and as a copy of a
-# token of the context. `copies` (..., S + 1) says how much each of the S tokens has in that, and in
-# the last column what is left for the head. So the probability is
+# token of the context. With the shares (B, T, S) of the S tokens and that of the head (B, T) the
+# probability is
 #
-#     (the head's share) p + (the sum of the shares of those tokens that are the same)
+#     head_share p + (the sum of the shares of those tokens that are the same)
+#
+# A share may be so small that float32 has 0 for it: the logarithm is never taken of less than TINY.
 
-def logits_with_copies(logits: Tensor, copies: Tensor, tokens: Tensor) -> Tensor:
-    """The logarithms of the probabilities, float32 (..., V), of logits (..., V) with copies.
+TINY = 1e-37
 
-    `tokens`, int64 (B, S), are those of the context.
+
+def logits_with_copies(
+    logits: Tensor, shares: Tensor, head_share: Tensor, tokens: Tensor
+) -> Tensor:
+    """The logarithms of the probabilities, float32 (B, T, V), of the head's logits with copies.
+
+    tokens (B, S) are those of the context.
     """
-    probabilities = F.softmax(logits.float(), dim=-1) * copies[..., -1:]
-    copies = copies[..., :-1]
-    if copies.dim() == 3:
-        tokens = tokens[:, None].expand_as(copies)
-    return probabilities.scatter_add(-1, tokens, copies).log()
+    probabilities = F.softmax(logits.float(), dim=2) * head_share[:, :, None]
+    ids = tokens[:, None].expand_as(shares)                                     # (B, T, S)
+    return probabilities.scatter_add(2, ids, shares).clamp(min=TINY).log()
 
 
-def gains_of_copies(losses: Tensor, copies: Tensor, tokens: Tensor, targets: Tensor) -> Tensor:
-    """By how much copies lower each of the losses (B, T) of the head: (B, T) in nats.
+def gains_of_copies(
+    losses: Tensor, shares: Tensor, head_share: Tensor, tokens: Tensor, targets: Tensor
+) -> Tensor:
+    """By how much copies lower each loss (B, T) of the head, in nats; 0 where the target is -1.
 
-    `copies` is (B, T, S + 1), tokens (B, S), targets (B, T). The gain is 0 where the target is -1.
+    tokens (B, S) are those of the context, targets (B, T).
     """
     is_same = tokens[:, None, :] == targets[:, :, None]                         # (B, T, S)
-    copied = (copies[..., :-1] * is_same).sum(dim=2)                            # (B, T)
+    copied = (shares * is_same).sum(dim=2)                                      # (B, T)
 
-    # The loss falls from -ln(p) to -ln(share p + copied).
-    gains = torch.log(copies[..., -1] + copied * losses.exp())
-    return gains * (targets >= 0)
+    # The loss falls from -ln(p) to -ln(head_share p + copied).
+    ratio = head_share + copied * losses.exp()
+    return ratio.clamp(min=TINY).log() * (targets >= 0)

@@ -37,7 +37,7 @@ def orthogonalize(G: Tensor, dtype: torch.dtype = torch.bfloat16, steps: int = 5
 
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalized Nesterov momentum for the matrices in the blocks: `params`.
+    """Orthogonalized Nesterov momentum for the matrices: `params`.
 
     Matrices of one shape form a group, and are orthogonalized as one batch. If there are several
     ranks, all have the same gradients. Each rank keeps the momentum of its share of every group,

@@ -253,6 +253,13 @@ def plain_embedding(weights, row, parts):
     return table, rms_norm(x + weights["transformer.bigram.weight"][pairs])
 
 
+def relative_error(found, expected):
+    """Of logits (..., vocab_size), from each row of which any number may be subtracted."""
+    found = found - found.mean(-1, keepdim=True)
+    expected = expected - expected.mean(-1, keepdim=True)
+    return (found - expected).norm() / expected.norm()
+
+
 def plain_modern(weights, n_head, idx, softcap, parts=None):
     """The logits of the head, and those of the model: speedrun's, or with `parts` frontier's.
 
@@ -290,7 +297,7 @@ def plain_modern_row(weights, n_head, row, softcap, parts):
 
 def plain_pointer(weights, x, table, row, logits):
     """frontier's probabilities (T, vocab_size), of the head's logits and of copies."""
-    w = {name: weights[f"pointer.{name}"] for name in ("scale", "sentinel", "bias")}
+    w = {name: weights[f"pointer.{name}"] for name in ("scale", "sentinel", "sentinel_bias")}
     q = rms_norm(x @ weights["pointer.c_q.weight"].t())
     k = shift_by_one(x @ weights["pointer.c_k.weight"].t(), row)
     k = rms_norm(k + rms_norm(table[row]) @ weights["pointer.c_e.weight"].t())
@@ -299,7 +306,7 @@ def plain_pointer(weights, x, table, row, logits):
     probabilities = []
     for t in range(len(row)):
         scores = [w["scale"] * (q[t] @ k[s]) / C for s in range(t + 1)]
-        scores.append(w["bias"] + x[t] @ w["sentinel"] / math.sqrt(C))
+        scores.append(w["sentinel_bias"] + x[t] @ w["sentinel"] / math.sqrt(C))
         *copies, share = torch.stack(scores).softmax(0)
         p = share * logits[t].softmax(0)
         for s, copy in enumerate(copies):
