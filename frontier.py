@@ -300,12 +300,12 @@ class FrontierGPT(ModernLanguageModel):
         # less of the tokens that can be copied, and the loss of both is higher.
         x = x.detach()
         T = x.size(1)
-        with torch.no_grad():
-            e = norm(self.sums_of_rows(tokens[:, -T:]).to(x.dtype))
         starts = (tokens == EOT)[:, :, None]                                    # (B, S, 1)
 
-        # Autocast would round the sentinel's score, which is float32.
+        # As in `hidden` the dtypes are those of x. Autocast would norm in float32 on a GPU.
         with torch.autocast(x.device.type, enabled=False):
+            with torch.no_grad():
+                e = norm(self.sums_of_rows(tokens[:, -T:]).to(x.dtype))
             return self.pointer(x, e, starts, past)
 
     def configure_optimizers(self, max_lr, weight_decay, dtype, tokens):
