@@ -72,7 +72,8 @@ def loss_of_all_logits(x, weight, targets, chunk, softcap, counts):
     logits = F.linear(x, weight).float()
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
-    return F.cross_entropy(logits, targets, ignore_index=-1)
+    losses = F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
+    return losses.detach(), losses.sum() / (targets >= 0).sum()
 
 
 def same_batch_in_every_step(recipe, config, world_size):

@@ -167,7 +167,11 @@ def modern_model(recipe):
 def adam_and_muon(recipe, model, batch_tokens):
     """torch's own Adam and Muon, with the rates of docs/recipes.md."""
     params = dict(model.named_parameters())
-    matrices = [p for name, p in params.items() if ".h." in name and p.dim() == 2]
+    tables_and_head = (*("transformer." + name for name in ("wte", "bigram", "part")), "lm_head")
+    matrices = []
+    for name, p in params.items():
+        if p.dim() == 2 and not name.startswith(tables_and_head):
+            matrices.append(p)
     scalars = [p for p in params.values() if p.dim() < 2]
     head_lr = 0.1 * LR * 768 / 32
     if recipe == "speedrun":

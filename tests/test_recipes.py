@@ -109,8 +109,8 @@ def test_the_models_own_defaults_are_gpt2s_size(recipe, n_head):
     ("gpt2", 256, 124_475_904, 770_448_384),
     ("speedrun", 1024, 162_201_636, 854_655_192),
     ("speedrun", 256, 162_201_636, 769_720_536),
-    ("frontier", 1024, 180_380_196, 854_655_192),
-    ("frontier", 256, 180_380_196, 769_720_536),
+    ("frontier", 1024, 182_150_438, 865_276_644),
+    ("frontier", 256, 182_150_438, 780_341_988),
 ])
 def test_parameters_and_flops_a_token_at_gpt2s_size(recipe, T, parameters, flops):
     """6 for each weight that a token is multiplied by, 12 for each layer, channel and token."""
@@ -146,7 +146,10 @@ UNIFORM = {
 CONSTANT = {
     "gpt2": {".bias": 0.0, "ln_1.weight": 1.0, "ln_2.weight": 1.0, "ln_f.weight": 1.0},
     "speedrun": {"c_proj.weight": 0.0, "lm_head.weight": 0.0, "lamb": 0.5},
-    "frontier": {"c_proj.weight": 0.0, "bigram.weight": 0.0, "part.weight": 0.0, "lamb": 0.5},
+    "frontier": {
+        "c_proj.weight": 0.0, "bigram.weight": 0.0, "part.weight": 0.0, "lamb": 0.5,
+        "c_e.weight": 0.0, "scale": 11.0, "sentinel": 0.0, "sentinel_bias": 13.0,
+    },
 }
 
 
@@ -170,6 +173,8 @@ def test_every_new_weight_has_this_distribution(recipe):
         bound = value_for(name, UNIFORM)
         if name.endswith("lambdas"):
             assert p.tolist() == [1.0, 0.0]
+        elif name in ("pointer.c_q.weight", "pointer.c_k.weight"):
+            assert torch.equal(p, torch.eye(768)), name
         elif constant is not None:
             assert (p == constant).all(), name
         elif deviation is not None:
