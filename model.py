@@ -319,6 +319,7 @@ class LanguageModel(nn.Module):
                 logits = logits_with_copies(logits, *copies, idx)
             return logits, None
 
+        # The head comes first: otherwise DDP would cut a compiled frontier inside of blocks.
         losses, loss = self.head_losses(x.flatten(0, 1), targets.flatten())     # (B T), ()
         copies = self.copies(x, idx)
         if copies:
