@@ -304,8 +304,7 @@ class FrontierGPT(ModernLanguageModel):
 
         # As in `hidden` the dtypes are those of x. Autocast would norm in float32 on a GPU.
         with torch.autocast(x.device.type, enabled=False):
-            with torch.no_grad():
-                e = norm(self.sums_of_rows(tokens[:, -T:]).to(x.dtype))
+            e = norm(self.sums_of_rows(tokens[:, -T:]).to(x.dtype)).detach()
             return self.pointer(x, e, starts, past)
 
     def configure_optimizers(self, max_lr, weight_decay, dtype, tokens):
