@@ -23,7 +23,7 @@ import torch.nn.functional as F
 import speedrun
 from model import Embedding, attention
 from presets import SMALL_TEXT
-from runtime.loss import VocabularySample
+from runtime.loss import VocabularySample, gains_of_copies, logits_with_copies
 from runtime.recipe import Recipe, growing_batch
 from runtime.tokenizer import EOT, VOCAB_SIZE, token_bytes
 from speedrun import CastedLinear, ModernLanguageModel, SpeedrunAttention, SpeedrunBlock, norm
@@ -293,6 +293,14 @@ class FrontierGPT(ModernLanguageModel):
         """Those of speedrun, and where documents start, for the shifted keys."""
         starts = (tokens == EOT)[:, :, None, None]                              # (B, S, 1, 1)
         return *super().attention_inputs(tokens, T, dtype, past), starts
+
+    def add_copies(self, logits, x, tokens, past=None):
+        shares, head_share = self.copies(x, tokens, past)
+        n = logits.size(1)
+        return logits_with_copies(logits, shares[:, -n:], head_share[:, -n:], tokens)
+
+    def gains_of_copies(self, losses, x, tokens, targets):
+        return gains_of_copies(losses, *self.copies(x, tokens), tokens, targets)
 
     def copies(self, x, tokens, past=None):
         """What the pointer returns for the last tokens, of which x (B, T, C) are hidden states."""

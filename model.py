@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from runtime.loss import chunked_cross_entropy, gains_of_copies, logits_with_copies
+from runtime.loss import chunked_cross_entropy
 from runtime.matmul import linear, matmul_dtype
 from runtime.tokenizer import VOCAB_SIZE
 
@@ -313,19 +313,12 @@ class LanguageModel(nn.Module):
 
         x = self.hidden(idx)                                                    # (B, T, C)
         if targets is None:
-            logits = self.logits(x)                                             # (B, T, vocab_size)
-            copies = self.copies(x, idx)
-            if copies:
-                logits = logits_with_copies(logits, *copies, idx)
-            return logits, None
+            return self.add_copies(self.logits(x), x, idx), None                # (B, T, vocab_size)
 
         # The head comes first: otherwise DDP would cut a compiled frontier inside of blocks.
         losses, loss = self.head_losses(x.flatten(0, 1), targets.flatten())     # (B T), ()
-        copies = self.copies(x, idx)
-        if copies:
-            gains = gains_of_copies(losses.view_as(targets), *copies, idx, targets)
-            loss = loss - gains.sum() / (targets >= 0).sum().clamp(min=1)
-        return None, loss
+        gains = self.gains_of_copies(losses.view_as(targets), x, idx, targets)  # (B, T)
+        return None, loss - gains.sum() / (targets >= 0).sum().clamp(min=1)
 
     def head_losses(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The head's losses for x (N, C) and targets (N,): (N,), without gradient, and the mean."""
@@ -342,14 +335,17 @@ class LanguageModel(nn.Module):
             self.logits(x).float(), targets, ignore_index=-1, reduction="none")
         return losses.detach(), losses.sum() / (targets >= 0).sum()
 
-    def copies(
-        self, x: Tensor, idx: Tensor, past: KVCache | None = None
-    ) -> tuple[Tensor, Tensor] | None:
-        """The shares of each prediction that copy a token of idx (B, S). None: there are none.
+    def add_copies(self, logits: Tensor, x: Tensor, idx: Tensor, past: KVCache | None = None):
+        """The logits (B, n, vocab_size) of the last n tokens, here unchanged.
 
-        frontier has them: (B, T, S), for each of the S tokens, and (B, T), what the head has left.
+        frontier, which can also copy a token of idx (B, S), gives the logarithms of probabilities.
+        x (B, T, C) are the hidden states of the last T tokens.
         """
-        return None
+        return logits
+
+    def gains_of_copies(self, losses: Tensor, x: Tensor, idx: Tensor, targets: Tensor) -> Tensor:
+        """By how much copies lower the head's losses, (B, T), in nats: here by nothing."""
+        return torch.zeros_like(losses)
 
     def begin_step(self, step: int, loader) -> None:
         """Before each training step: draws the sample of the vocabulary, if there is one."""
@@ -379,10 +375,7 @@ class LanguageModel(nn.Module):
 
         zeros = torch.zeros(idx.numel(), device=idx.device)
         losses = zeros.scatter(0, positions, losses).view_as(idx)               # (B, T)
-        copies = self.copies(x, idx)
-        if copies:
-            losses = losses - gains_of_copies(losses, *copies, idx, targets)
-        return losses
+        return losses - self.gains_of_copies(losses, x, idx, targets)
 
     def generate(
         self,
@@ -434,10 +427,7 @@ class LanguageModel(nn.Module):
                 x = self.hidden(idx[:, -1:], past)                              # (B, 1, C)
 
             logits = self.logits(x[:, -1:], head)                               # (B, 1, vocab_size)
-            copies = self.copies(x, context, past)
-            if copies:
-                shares, head_share = copies
-                logits = logits_with_copies(logits, shares[:, -1:], head_share[:, -1:], context)
+            logits = self.add_copies(logits, x, context, past)
             logits = logits[:, 0].float()                                       # (B, vocab_size)
             new = sample_token(logits, temperature, top_k, generator)           # (B, 1)
             idx = torch.cat((idx, new), dim=1)

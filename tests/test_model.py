@@ -315,7 +315,7 @@ def test_several_gpus_divide_a_compiled_model_where_little_is_stored(
     for inputs in graphs[1:]:
         assert inputs
         for tensor in inputs:
-            is_loss = tensor.shape in ((), (8,))
+            is_loss = tensor.numel() in (1, 8)              # the mean, or one of each token
             assert is_loss or tensor.dtype == torch.bfloat16
             assert is_loss or tensor.size(-1) <= width
 
