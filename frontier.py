@@ -6,7 +6,7 @@ It is speedrun.py (record 10) with a tied head, and
     new here              rows for stems and forms, the start of the shifted keys, the pointer, the
                           eps of the embedding; for small texts a first epoch backwards, and a
                           sample of the logits
-    tuned for short runs  Adam's beta1, Muon's momentum, the rate of the bigram table
+    tuned for short runs  Adam's beta1, Muon's momentum, the rates of the tables
 
 docs/recipes.md says what each gains, measured by leaving it out.
 
@@ -227,12 +227,12 @@ class FrontierGPT(ModernLanguageModel):
         self.lm_head.weight = self.transformer.wte.weight
 
         # The learning rate of speedrun's embedding is 0.3 of its deviation, 1. Here the rate is
-        # the head's, head_lr below: 1.5 / C at --max_lr 0.02. So the deviation is 5 / C.
+        # head_lr below: 0.75 / C at --max_lr 0.02. So the deviation is 2.5 / C.
         #
         # What enters the head has mean square 1. So the first logits have the variance
-        # C (5 / C)^2 = 25 / C, and the first loss is about ln(V) + 12.5 / C. Only the input token's
-        # own logit is larger: 5 before the softcap.
-        self.embedding_std = 5 / C
+        # C (2.5 / C)^2 = 6.25 / C, and the first loss is about ln(V) + 3.1 / C. Only the input
+        # token's own logit is larger: 2.5 before the softcap.
+        self.embedding_std = 2.5 / C
         if not self.transformer.wte.weight.is_meta:     # on "meta" there is nothing to draw
             self.init_weights()
         self.pointer = Pointer(C)                       # draws nothing
@@ -317,8 +317,8 @@ class FrontierGPT(ModernLanguageModel):
 
     def configure_optimizers(self, max_lr, weight_decay, dtype, tokens):
         """[Adam, Muon]. `tokens`: those of the largest batch. `dtype`: of Muon's iteration."""
-        # The tied embedding and the parts have the learning rate of speedrun's head.
-        head_lr = 0.1 * max_lr * 768 / self.config.n_embd
+        # The tied embedding and the parts have half of the learning rate of speedrun's head.
+        head_lr = 0.05 * max_lr * 768 / self.config.n_embd
 
         # A token that does not occur in a batch gets a gradient, too: its probability, tiny but of
         # the same sign in each batch, which Adam would scale up to a full step. One occurrence is

@@ -30,7 +30,7 @@ PRESETS = {
         dict(
             recipe="frontier", data="data/shakespeare", out="log/shakespeare",
             n_layer=4, n_head=2, n_embd=256, block_size=1024,
-            total_batch_size=2048, max_steps=298,
+            total_batch_size=2048, max_steps=298, weight_decay=0.5,
             val_every=200, hellaswag_every=0, sample_every=200, sample_prompt="auto",
             checkpoint_every=100,
         ),

@@ -230,9 +230,16 @@ class ModernLanguageModel(LanguageModel):
         in_groups = {id(p) for group in groups for p in group["params"]}
         others = [p for p in self.parameters() if id(p) not in in_groups]
         matrices = [p for p in others if p.dim() == 2]
-        scalars = [p for p in others if p.dim() < 2]
+
+        # The first gradients of the lambdas are 0 but for rounding, because a norm follows and the
+        # blocks add nothing yet. With Adam's eps a rounding of 1e-8 would become a full step.
+        scalars = {
+            "params": [p for p in others if p.dim() < 2],
+            "lr": max_lr,
+            "eps": 1e-6,
+        }
         adam = torch.optim.Adam(
-            [*groups, {"params": scalars, "lr": max_lr}],
+            [*groups, scalars],
             betas=(beta1, 0.95),
             eps=1e-8,
             fused=True,

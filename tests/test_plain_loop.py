@@ -173,14 +173,15 @@ def adam_and_muon(recipe, model, batch_tokens):
         if p.dim() == 2 and not name.startswith(tables_and_head):
             matrices.append(p)
     scalars = [p for p in params.values() if p.dim() < 2]
-    head_lr = 0.1 * LR * 768 / 32
     if recipe == "speedrun":
         beta1 = 0.9
+        head_lr = 0.1 * LR * 768 / 32
         tables = [params["transformer.wte.weight"]]
         head = [params["lm_head.weight"]]
         groups = [{"params": tables, "lr": 15 * LR}, {"params": head, "lr": head_lr}]
     else:
         beta1 = 0.7
+        head_lr = 0.05 * LR * 768 / 32
         tables = [params["transformer.wte.weight"], params["transformer.part.weight"]]
         eps = 0.1 / batch_tokens
         pairs = [params["transformer.bigram.weight"]]
@@ -188,7 +189,7 @@ def adam_and_muon(recipe, model, batch_tokens):
             {"params": tables, "lr": head_lr, "eps": eps},
             {"params": pairs, "lr": 1.5 * LR},
         ]
-    groups.append({"params": scalars, "lr": LR})
+    groups.append({"params": scalars, "lr": LR, "eps": 1e-6})
     adam = torch.optim.Adam(groups, eps=1e-8, betas=(beta1, 0.95), foreach=False)
     muon = torch.optim.Muon(
         matrices, lr=LR, weight_decay=0.05, nesterov=True, adjust_lr_fn="original")

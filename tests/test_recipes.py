@@ -131,7 +131,7 @@ NORMAL = {
         "c_proj.weight": 0.01,
     },
     "speedrun": {"wte.weight": 1.0},
-    "frontier": {"wte.weight": 5 / 768},
+    "frontier": {"wte.weight": 2.5 / 768},
 }
 
 # {end of a name: bound of a uniform distribution}

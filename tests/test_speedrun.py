@@ -189,8 +189,8 @@ def test_every_parameter_is_optimised_once_and_the_matrices_inside_by_muon(recip
         "lm_head.weight": (0.004, 1e-8),
     }),
     ("frontier", {
-        "transformer.wte.weight": (0.004, 0.1 / 4096),
-        "transformer.part.weight": (0.004, 0.1 / 4096),
+        "transformer.wte.weight": (0.002, 0.1 / 4096),
+        "transformer.part.weight": (0.002, 0.1 / 4096),
         "transformer.bigram.weight": (0.03, 1e-8),
     }),
 ])
@@ -204,7 +204,7 @@ def test_rates_and_eps_outside_the_blocks(recipe, expected):
         found = (group["lr"], group["eps"])
         for p in group["params"]:
             name = names[p]
-            assert found == pytest.approx(expected.get(name, (0.02, 1e-8))), name
+            assert found == pytest.approx(expected.get(name, (0.02, 1e-6))), name
     for group in muon.param_groups:
         assert group["lr"] == 0.02
 
