@@ -335,7 +335,9 @@ class LanguageModel(nn.Module):
             self.logits(x).float(), targets, ignore_index=-1, reduction="none")
         return losses.detach(), losses.sum() / (targets >= 0).sum()
 
-    def add_copies(self, logits: Tensor, x: Tensor, idx: Tensor, past: KVCache | None = None):
+    def add_copies(
+        self, logits: Tensor, x: Tensor, idx: Tensor, past: KVCache | None = None
+    ) -> Tensor:
         """The logits (B, n, vocab_size) of the last n tokens, here unchanged.
 
         frontier, which can also copy a token of idx (B, S), gives the logarithms of probabilities.
