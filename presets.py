@@ -24,7 +24,7 @@ class Preset:
 PRESETS = {
     # 298 steps are two epochs of 0.3M tokens, of which frontier reads the first one backwards: no
     # validation before that is over says anything. The sequences are long, because a play that
-    # training has not seen repeats its own names. Weight decay pays in a second epoch.
+    # training has not seen repeats its own names. Weight decay pays in a short second epoch.
     "shakespeare": Preset(
         "Trains 35M parameters on 0.3M tokens of input.txt: minutes on a CPU.",
         dict(

@@ -666,6 +666,12 @@ def test_a_run_of_the_last_line_validates_at_most_ten_times_where_it_has_a_check
     assert val_every == preset["val_every"] or val_every % preset["checkpoint_every"] == 0
 
 
+@pytest.mark.parametrize("count, off", [(306_054, False), (10**6, True), (10**7, True)])
+def test_the_last_line_turns_weight_decay_off_in_long_runs(count, off):
+    words = fineweb.next_command(Path("d"), [10**5], [count]).split()
+    assert ("--weight_decay" in words) == off
+
+
 def test_small_reads_its_text_once_at_most():
     flags = PRESETS["small"].flags
     assert flags["total_batch_size"] * flags["max_steps"] <= 32_768_000
