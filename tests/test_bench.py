@@ -1,22 +1,11 @@
-"""bench.py: the runs that stand behind its tables, the figures in them, and what it refuses."""
-import functools
-import json
+"""bench.py: the ladder's runs, the figures of its tables, and the curves that it compares."""
 import re
-import runpy
-import types
-from pathlib import Path
 
 import pytest
-import torch.nn.functional as F
-from helpers import BYTES, ROOT, command, forked, logged, script
-from torch.autograd import DeviceType
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from helpers import ROOT, script
 
 import bench
-import train_gpt2
-from bench import Run, Timing
-from recipes import RECIPES
-from runtime import hardware
+from bench import Curve, Timing
 from runtime.cli import RunError, UserError
 from runtime.metrics import HEADER
 
@@ -24,115 +13,11 @@ TINY = ["--n_layer=1", "--n_head=1", "--n_embd=16", "--block_size=16", "--batch_
         "--device=cpu", "--dtype=float32"]
 
 
-@pytest.fixture
-def rows_are_forked(monkeypatch):
-    """The process of a row is forked, which takes a tenth of the time of a new Python."""
-    def run(words, cwd=None, **how):
-        python, path, *flags = words
-        call = functools.partial(runpy.run_path, path)
-        if path == str(ROOT / "bench.py"):
-            call = command("bench.py", *flags)
-        [(code, stdout, stderr)] = forked(call, cwds=[cwd])
-        return types.SimpleNamespace(returncode=code, stdout=stdout, stderr=stderr)
-
-    monkeypatch.setattr(bench.subprocess, "run", run)
-
-
-def timing(ms, tokens=100):
-    """Of a run whose step takes so many milliseconds, after the two that do not count."""
-    seconds = [9.0, 9.0, ms / 1e3, 2 * ms / 1e3, ms / 1e3]
-    return Timing(tokens, seconds, 20.0 + sum(seconds[2:]), "mfu 7%\nmfu 48%\npeak memory 2.5 GB")
-
-
-def cells(capsys):
-    """The rows of the tables that were printed: lists of cells, the first is of the columns."""
-    printed = capsys.readouterr().out
-    assert "not measured" not in printed, printed
-    lines = [line for line in printed.splitlines() if line.startswith("| ")]
+def cells(text):
+    """The rows of a table that was printed: lists of cells, the first is of the columns."""
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return [row for row in rows if set(row[0]) != {"-"}]
-
-
-# ----------------------------------------------------------------------------- runs
-
-@pytest.mark.parametrize("returncode, stderr, told", [
-    (2, "a warning\nno such shards\n", "no such shards"), (-9, "a warning", "memory"),
-    (-6, "a warning", "-6"), (1, "", "1")])
-def test_what_ended_a_run_is_told(returncode, stderr, told, monkeypatch):
-    ended = types.SimpleNamespace(returncode=returncode, stderr=stderr)
-    monkeypatch.setattr(bench.subprocess, "run", lambda *args, **how: ended)
-    with pytest.raises(RunError, match=told):
-        bench.execute(["script"])
-
-
-def test_all_names_have_their_turn_and_one_that_fails_is_left_out(capsys):
-    asked = []
-
-    def measure(name, turn):
-        asked.append(f"{name} {turn}")
-        if name == "bad" or asked[-1] == "late 1":
-            raise RunError("no room")
-        return turn + 10
-
-    results = bench.in_turn(measure, ["good", "bad", "late"], turns=3)
-    assert asked == ["good 0", "bad 0", "late 0", "good 1", "late 1", "good 2"]
-    assert results == {"good": [10, 11, 12], "late": [10]}
-    assert capsys.readouterr().out.count(": no room") == 2
-    with pytest.raises(RunError):
-        bench.in_turn(measure, ["bad"], turns=2)
-
-
-@pytest.mark.parametrize("replaced", [False, True])
-def test_what_a_timed_step_can_go_without(replaced, byte_data, tmp_path, monkeypatch):
-    tuned, losses, fused = [], [], []
-    monkeypatch.setattr(hardware, "tune_malloc", lambda: tuned.append(1))
-    cross_entropy = F.cross_entropy
-    monkeypatch.setattr(F, "cross_entropy", lambda *args, **how: (
-        losses.append(args[0].shape), cross_entropy(*args, **how))[1])
-    for owner, name, _ in bench.STEP.values():
-        monkeypatch.setattr(owner, name, getattr(owner, name))      # put back at the end
-    hook = register_optimizer_step_pre_hook(lambda optimizer, *args: fused.extend(
-        group["fused"] for group in optimizer.param_groups if "fused" in group))
-
-    pairs = [("step", key) for key in bench.STEP if replaced]
-    bench.run_here(json.dumps(pairs), "--recipe=frontier", f"--data={byte_data}", *BYTES,
-                   "--val_every=0", "--max_steps=6", f"--out={tmp_path}")
-    hook.remove()
-
-    assert (tuned == []) == replaced
-    assert (losses != []) == replaced
-    assert {bool(value) for value in fused} == {not replaced}
-    tokens = list(logged(tmp_path, "tokens").values())
-    assert (tokens[1] == 256) == replaced
-
-
-@pytest.mark.parametrize("recipe, vocab_size, steps", [
-    ("gpt2", 256, 20), ("speedrun", 256, 20),
-    ("frontier", 50304, 8)])                    # GPT-2's tokens have stems
-def test_each_idea_changes_the_run(recipe, vocab_size, steps, byte_data, tmp_path):
-    runs = [Run({}), *(Run({}, ((recipe, idea),)) for idea in bench.IDEAS[recipe])]
-    calls = []
-    for i, run in enumerate(runs):
-        _, *words = run.command(
-            recipe=recipe, data=byte_data, vocab_size=vocab_size, max_steps=steps, val_every=0,
-            total_batch_size=128, n_embd=16, out=tmp_path / str(i))
-        calls.append(command("bench.py", *words[:2], *BYTES, *words[2:]))
-    results = forked(*calls)
-
-    assert [code for code, _, _ in results] == [0] * len(runs), results
-    curves = [tuple(logged(tmp_path / str(i)).values()) for i in range(len(runs))]
-    assert len(set(curves)) == len(runs), curves
-
-
-# ----------------------------------------------------------------------------- the time of a step
-
-def test_the_cells_of_a_step_are_those_of_all_turns():
-    slower = timing(80)
-    slower.whole += 5
-    slower.printed = "peak memory 7.1 GB"
-    assert bench.timing_cells([timing(40), timing(40), slower]) == {
-        "ms per step": "80.0", "tokens/s": "1,250", "peak GB": "7.1", "start s": "25.0",
-        "MFU": "48%"}
 
 
 def test_a_table_is_markdown_with_aligned_numbers(capsys):
@@ -145,100 +30,70 @@ def test_a_table_is_markdown_with_aligned_numbers(capsys):
     ]
 
 
-@pytest.mark.parametrize("line, device, expected", [
-    ("ladder", "cpu", (4, 256, 1024, 6, False)),
-    ("ladder", "cuda:0", (16, 1024, 16384, 22, True)),
-    ("ladder", "mps", (4, 1024, 4096, 6, False)),
-    ("ladder --batch_size 3 --block_size 32 --steps 7 --no_compile", "cuda:0",
-     (3, 32, 96, 9, False)),
-    ("ladder --total_batch_size 9 --sequence_length 3 --compile", "cpu", (4, 3, 9, 6, True)),
-    ("profile", "cuda:0", (64, 1024, 65536, 26, True))])
-def test_what_a_step_is_timed_with(line, device, expected, monkeypatch):
-    monkeypatch.setattr(hardware, "choose_device", lambda name: device)
-    monkeypatch.setattr(hardware, "choose_dtype", lambda name, device: "bfloat16")
-    seen = []
-
-    def see(flags, *others):
-        seen.append(flags)
-        raise RunError("that is enough")
-
-    monkeypatch.setattr(bench, "ladder_rungs", see)
-    monkeypatch.setattr(bench, "words_of", see)
-    for owner, name in ((train_gpt2, "train_step"), (train_gpt2, "make_batch_schedule")):
-        monkeypatch.setattr(owner, name, getattr(owner, name))      # put back at the end
-    with pytest.raises(RunError, match="enough"):
-        bench.main(line.split())
-    names = ("batch_size", "sequence_length", "total_batch_size", "max_steps", "compile")
-    assert tuple(seen[0][name] for name in names) == expected
-    assert (seen[0]["device"], seen[0]["dtype"]) == (device, "bfloat16")
-
-
 # ----------------------------------------------------------------------------- ladder and peer
 
 def test_each_rung_of_the_ladder_changes_one_thing():
-    (bottom, _), *rungs = bench.ladder_rungs(dict(
+    bottom, *rungs = bench.ladder_rungs(dict(
         device="cuda:0", dtype="bfloat16", compile=True, batch_size=16, total_batch_size=64,
     )).values()
-    assert rungs == [
-        ({"tf32": True}, ""), ({"dtype": "bfloat16"}, ""), ({"compile": True}, ""),
-        ({"attention": "auto"}, ""), ({"vocab_size": 50304}, ""), ({}, "plain AdamW"),
-        ({"batch_size": 64, "total_batch_size": 256}, "")]
     assert bottom == dict(
         dtype="float32", tf32=False, compile=False, attention="naive", vocab_size=50257)
-
-    (bottom, _), *rungs = bench.ladder_rungs(
-        dict(device="cpu", dtype="float32", compile=False)).values()
     assert rungs == [
-        ({"attention": "auto"}, ""), ({"vocab_size": 50304}, ""), ({}, "plain AdamW"),
-        ({}, "freed memory is given back"), ({}, "all logits at once")]
-    assert {key for _, key in rungs} - {""} < bench.STEP.keys()
+        {"tf32": True}, {"dtype": "bfloat16"}, {"compile": True}, {"attention": "auto"},
+        {"vocab_size": 50304}, {"batch_size": 64, "total_batch_size": 256}]
+
+    _, *rungs = bench.ladder_rungs(dict(device="cpu", dtype="float32", compile=False)).values()
+    assert rungs == [{"attention": "auto"}, {"vocab_size": 50304}]
 
 
-def test_the_ladder_times_real_runs(rows_are_forked, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_the_ladder_times_real_runs(monkeypatch, capsys):
+    # Forked: a new Python takes ten times as long.
+    monkeypatch.setattr(
+        bench.subprocess, "run", lambda words, **how: script("train_gpt2.py", *words[2:]))
     bench.main(["ladder", "--steps=1", "--turns=1", *TINY])
-    columns, *rows = cells(capsys)
-    assert len(rows) == 6
+    columns, *rows = cells(capsys.readouterr().out)
+    assert len(rows) == 3
     for row in rows:
         found = dict(zip(columns, row, strict=True))
-        assert float(found["ms per step"].replace(",", "")) > 0
-        rate = 32 / float(found["ms per step"].replace(",", "")) * 1e3
+        milliseconds = float(found["ms per step"].replace(",", ""))
+        rate = 32 / milliseconds * 1e3
         assert float(found["tokens/s"].replace(",", "")) == pytest.approx(rate, rel=0.1)
         assert 0.1 < float(found["peak GB"]) < 9
-    assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("impossible", [
-    dict(attention="auto", vocab_size=50257), dict(attention="naive", vocab_size=50257)])
-def test_a_rung_stands_on_the_newest_one_that_can_run(impossible, monkeypatch, capsys):
+def test_a_rung_stands_on_those_that_can_run(monkeypatch, capsys):
     asked = []
 
-    def time_run(run, folder):
-        asked.append(run)
-        if run.flags.items() >= impossible.items():
+    def time_run(flags, folder):
+        asked.append((flags["attention"], flags["vocab_size"]))
+        if asked[-1] == ("auto", 50257):
             raise RunError("no kernel")
-        return timing(10)
+        return Timing([0.01], 32, "peak memory 1.0 GB")
 
     monkeypatch.setattr(bench, "time_run", time_run)
     bench.main(["ladder", "--turns=2", *TINY])
-    possible = [run for run in asked if not run.flags.items() >= impossible.items()]
-    first, second = possible[:5], possible[5:]
-    assert len(asked) == 11
-    assert first == second
-    assert [len(run.replaced) for run in first[-4:]] == [4, 3, 2, 1]
-    assert capsys.readouterr().out.count(": no kernel") == 1
+    assert asked == 2 * [("naive", 50257), ("auto", 50257), ("naive", 50304)]
+    text = capsys.readouterr().out
+    assert text.count(": no kernel") == 2
+    assert len(cells(text)) == 1 + 2
 
 
-def test_the_ladders_gains_follow_from_what_was_measured():
-    results = {"a": [timing(100)], "b": [timing(50)], "c": [timing(80, tokens=400)]}
-    rows = bench.ladder_rows(results)
+def test_the_ladders_figures_follow_from_what_was_measured():
+    def timing(ms, tokens=100):
+        seconds = [ms / 1e3, 2 * ms / 1e3, ms / 1e3]
+        return Timing(seconds, tokens, "mfu 7%\nmfu 48%\npeak memory 2.5 GB")
+
+    rows = bench.ladder_rows({"a": [timing(100)], "b": [timing(50)], "c": [timing(80, 400)]})
+    assert [row["ms per step"] for row in rows] == ["100.0", "50.0", "80.0"]
     assert [row["tokens/s"] for row in rows] == ["1,000", "2,000", "5,000"]
     assert [row["gain"] for row in rows] == ["1.00x", "2.00x", "2.50x"]
     assert [row["in all"] for row in rows] == ["1.00x", "2.00x", "5.00x"]
+    assert {row["MFU"] for row in rows} == {"48%"}
+    assert {row["peak GB"] for row in rows} == {"2.5"}
 
 
 # It has what bench.py changes in build-nanogpt's script, and checks what came of it.
-SCRIPT = """
+PEER = """
 from types import SimpleNamespace as GPTConfig
 import numpy as np
 import tiktoken
@@ -255,7 +110,7 @@ use_compile = False # torch.compile interferes
 max_steps = 19073
 autocast = dict(dtype=torch.bfloat16)
 for split in ("train", "val"):              # a loader that has read all begins anew
-    assert len(np.load(f"edu_fineweb10B/random_{split}_000000.npy")) > 4 * B * T
+    assert len(np.load(f"edu_fineweb10B/random_{split}_000001.npy")) > 4 * B * T
 assert (total_batch_size, B, T, device, device_type) == (32, 2, 16, "cpu", "cpu")
 assert config == dict(vocab_size=50304, block_size=16, n_layer=1, n_head=1, n_embd=16)
 assert autocast == dict(dtype=torch.float32, enabled=False)
@@ -265,166 +120,137 @@ for step in range(max_steps):
 """
 
 
-def test_a_peers_script_gets_our_numbers(rows_are_forked, tmp_path, monkeypatch, capsys):
-    (tmp_path / "train_gpt2.py").write_text(SCRIPT)
-    monkeypatch.setattr(bench, "time_run", lambda run, folder: timing(50))
+def test_a_peers_script_gets_our_numbers(tmp_path, monkeypatch, capsys):
+    (tmp_path / "train_gpt2.py").write_text(PEER)
+    monkeypatch.setattr(
+        bench, "time_run", lambda flags, folder: Timing([0.05], 32, "peak memory 1.0 GB"))
     bench.main(["peer", str(tmp_path), "--steps=2", "--turns=1", "--compile", *TINY])
-    columns, *rows = cells(capsys)
+    columns, *rows = cells(capsys.readouterr().out)
     assert [(row[1], row[-1]) for row in rows] == [
         ("50.0", "1.00x"), ("100.0", "2.00x"), ("150.0", "3.00x")]
     assert [path.name for path in tmp_path.iterdir()] == ["train_gpt2.py"]
 
 
-# ----------------------------------------------------------------------------- profile
+# ----------------------------------------------------------------------------- curves
 
-def test_a_profile_has_the_kinds_of_kernels_and_the_step_without_the_profiler(tmp_path):
-    done = script("bench.py", "profile", "--steps=1", *TINY, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "ms a step without the profiler" in done.stdout
-    for name in ("loss", "attention", "optimizer", "matrix products", "aten::mm"):
-        assert f"\n| {name} " in done.stdout
-    assert len(re.findall(r"^step ", done.stdout, re.MULTILINE)) == 2 + 1 + 1 + 3
-    assert not list(tmp_path.iterdir())
+def curve(name="a", tokens=(0, 1000), losses=(9.0, 5.0), seconds=(0, 60), **more):
+    return Curve(name, tokens=list(tokens), seconds=list(seconds), losses=list(losses), **more)
 
 
-@pytest.mark.parametrize("name, kind", [
-    ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT", "matrix products"),
-    ("cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128_32x3_tn_align8", "matrix products"),
-    ("aten::addmm", "matrix products"),
-    ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16", "attention"),
-    ("void pytorch_flash::flash_fwd_kernel<cutlass::bfloat16_t>", "attention"),
-    ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80", "attention"),
-    ("triton_red_fused__log_softmax__to_copy_nll_loss_forward_view_14", "loss"),
-    ("triton_per_fused__to_copy_amax_div_mul_tanh_15", "loss"),
-    ("aten::_log_softmax", "loss"),
-    ("triton_per_fused__to_copy_add_native_layer_norm_view_6", "elementwise and norms"),
-    ("triton_poi_fused__scaled_dot_product_flash_attention_view_3", "elementwise and norms"),
-    ("triton_poi_fused_addmm_gelu_view_3", "elementwise and norms"),
-    ("void at::native::vectorized_elementwise_kernel<4, Gelu>", "elementwise and norms"),
-    ("triton_poi_fused__to_copy_t_11", "copies and casts"),
-    ("void at::native::unrolled_elementwise_kernel<direct_copy_kernel_cuda>", "copies and casts"),
-    ("Memcpy DtoD (Device -> Device)", "copies and casts"),
-    ("void multi_tensor_apply_kernel<FusedAdamMathFunctor<float>>", "optimizer"),
-    ("void at::native::indexSelectSmallIndex<float>", "other")])
-def test_a_kernels_name_tells_its_kind(name, kind):
-    assert bench.kind_of(name) == kind
+def rows_of(*found):
+    """{name: row} of the table of these curves."""
+    variants = bench.variants(found)
+    first = next(iter(variants.values()))
+    return {name: bench.variant_row(name, each, first) for name, each in variants.items()}
 
 
-def event(key, count, ms, device=DeviceType.CUDA, annotation=False):
-    return types.SimpleNamespace(
-        key=key, count=count, device_type=device, is_user_annotation=annotation,
-        self_cpu_time_total=500.0, self_device_time_total=ms * 1e3)
+def test_a_runs_curve_are_its_validations_on_the_newest_val_tokens(tmp_path):
+    (tmp_path / "metrics.csv").write_text(
+        f"{HEADER}\n0,0,0,9.5,12,,,,,64\n1,1000,30,9.4,11,,,,,32\n2,2000,60,9.3,,,,,,\n"
+        "3,3000,90,9.2,6,,,,,32\n4,4000,120,9.1,5.")
+    assert bench.read_curves(str(tmp_path)) == [
+        curve(str(tmp_path), [1000, 3000], [11, 6], [30, 90], val_tokens=32)]
 
 
-def test_kernels_and_idle_time_are_shares_of_a_step(capsys):
-    events = [
-        event("copy_kernel", 6, 6.0),
-        event("gemm", 3, 21.0),
-        event("step", 3, 90.0, annotation=True),
-        event("aten::mm", 3, 9.0, device=DeviceType.CPU),
-    ]
-    assert bench.PROFILED_STEPS == 3
-    assert bench.kernels_of(events, "cpu") == [(0.5 / 3, 1, "aten::mm")]
-    kernels = bench.kernels_of(events, "cuda:0")
-    assert kernels == [(7, 1, "gemm"), (2, 2, "copy_kernel")]
-
-    bench.print_kernels(kernels, step_ms=10.0)
-    rows = {row[0]: row[1:] for row in cells(capsys)}
-    assert rows["matrix products"] == ["7.00", "70.0%"]
-    assert rows["copies and casts"] == ["2.00", "20.0%"]
-    assert rows["idle (no kernel runs)"] == ["1.00", "10.0%"]
-    assert rows["gemm"] == ["matrix products", "1.0", "7.00"]
-    bench.print_kernels([], step_ms=10.0)
-    assert "saw no kernels" in capsys.readouterr().out
+@pytest.mark.parametrize("text, losses", [
+    ('# a comment\nstep,loss,tokens\n1,7,1e3\n2,4,7000', [[7, 4]]),
+    ("run,tokens,seconds,loss\na,0,0,9\na,5,1,8\nb,0,0,7\n", [[9, 8], [7]])])
+def test_a_csv_file_holds_one_curve_or_several(text, losses):
+    assert [found.losses for found in bench.parse_curves("file", text)] == losses
 
 
-# ----------------------------------------------------------------------------- recipes
-
-def words_given(command):
-    """{flag: value} of the command of a run."""
-    return train_gpt2.FLAGS.parse("", command[4:])
-
-
-@pytest.fixture
-def trained(monkeypatch):
-    """The commands of the runs, none of which starts: each ends with a loss of its own."""
-    commands = []
-
-    def run(command, **how):
-        commands.append(command)
-        out = Path(words_given(command)["out"])
-        out.mkdir(parents=True)
-        rows = f"0,0,0,,11,,,,,64\n9,900,60,,{11 - len(commands)},,,,,64\n"
-        (out / "metrics.csv").write_text(f"{HEADER}\n{rows}")
-        return types.SimpleNamespace(returncode=0, stdout="")
-
-    monkeypatch.setattr(bench.subprocess, "run", run)
-    return commands
+@pytest.mark.parametrize("text", [
+    "", "a,b\n1,2\n", "tokens,loss\n", "tokens,loss\n2,5\n1,4\n", "tokens,loss\n1,2\n3,x\n",
+    "tokens,loss\n1,nan\n", "loss\n5\n"])
+def test_a_file_that_is_no_curve_is_refused(text, tmp_path):
+    path = tmp_path / "curve.csv"
+    path.write_text(text)
+    with pytest.raises(UserError, match="curve.csv"):
+        bench.main(["compare", str(path)])
 
 
-def test_recipes_are_trained_with_the_seeds_in_turn(trained, tmp_path, capsys):
-    bench.main(["recipes", "DATA", "--seeds=2", "--max_steps=30", "--n_embd=128", "--tf32",
-                "--val_tokens=512", f"--out={tmp_path}"])
-    given = [words_given(command) for command in trained]
-    assert [(flags["seed"], flags["recipe"]) for flags in given] == [
-        (seed, recipe) for seed in range(2) for recipe in RECIPES]
-    assert given[0].items() >= dict(
-        data="DATA", max_steps=30, n_layer=4, n_embd=128, n_head=2, block_size=256, tf32=True,
-        val_tokens=512, val_every=3).items()
-    assert [flags["n_head"] for flags in given[:3]] == [2, 1, 1]
-    assert cells(capsys)[1][:4] == ["gpt2", "900", "0:01:00", "8.500 (7.000 to 10.000)"]
+def test_curves_that_differ_in_their_seed_alone_are_one_variant():
+    names = ["gpt2, seed 0", "gpt2", "gpt2, seed 11", "log/gpt2_no_seed_seed_3", "seeds 5"]
+    found = bench.variants([curve(name) for name in names])
+    assert {name: list(by_seed) for name, by_seed in found.items()} == {
+        "gpt2": ["0", None, "11"], "log/gpt2_no_seed": ["3"], "seeds 5": [None]}
+    with pytest.raises(UserError, match="gpt2"):
+        bench.variants([curve("gpt2"), curve("gpt2")])
 
 
-def test_a_recipe_is_given_the_rates_that_it_does_not_have(trained, tmp_path):
-    bench.main(["recipes", "DATA", "--seeds=1", "--max_steps=30", f"--out={tmp_path}"])
-    flags = [words_given(words) for words in trained]
-    rates = [(given.get("max_lr"), given.get("warmup_steps")) for given in flags]
-    assert rates == [(2e-3, 2), (None, None), (None, None)]
+def test_a_curve_is_compared_with_the_first_one():
+    first = curve("first", [0, 1000, 2000], [10.0, 6.0, 5.0], [0, 60, 120])
+    other = curve("other", [0, 500, 1500, 3000], [10.0, 7.0, 4.0, 3.0], [0, 60, 120, 180])
+    rows = rows_of(first, other)
+    assert rows["other"] == {
+        "run": "other", "tokens": "3k", "time": "0:03:00", "val loss": "3.000", "lowest": "3.000",
+        "against the first": "-1.500 at 1.5k", "the first's end after": "1.17k (58%)"}
+    assert "against the first" not in rows["first"]
+    assert "the first's end after" not in rows_of(other, first)["first"]
 
 
-@pytest.mark.parametrize("ideas, expected", [
-    ([], [[]]),
-    (["--ideas"], [[], *([["frontier", idea]] for idea in bench.IDEAS["frontier"])]),
-    (["--ideas", "softcap"], [[], [["frontier", "softcap 30 for 15"]]])])
-def test_ideas_are_variants_of_the_recipe_with_its_flags(
-    ideas, expected, trained, tmp_path, capsys
-):
-    bench.main(["recipes", "DATA", "--seeds=2", "--recipe=frontier", f"--out={tmp_path}", *ideas])
-    assert [json.loads(command[3]) for command in trained] == 2 * expected
-    flags = [words_given(command) for command in trained]
-    for one in flags:
-        del one["seed"], one["out"]
-    assert all(one == flags[0] for one in flags)
-    rows = cells(capsys)[1:]
-    assert len(rows) == len(expected)
-    if ideas:
-        assert rows[-1][0] == f"frontier: {expected[-1][0][1]}"
-        assert rows[-1][5].startswith(f"-{len(expected) - 1}.000 (")
+def test_seeds_are_compared_with_the_same_seed():
+    rows = rows_of(
+        curve("GELU, seed 0", losses=[9, 6.0]), curve("GELU, seed 1", losses=[9, 7.0]),
+        curve("ReLU, seed 1", losses=[9, 7.5]), curve("ReLU, seed 0", losses=[9, 6.1]))
+    assert rows["GELU"]["val loss"] == "6.500 (6.000 to 7.000)"
+    assert rows["ReLU"]["val loss"] == "6.800 (6.100 to 7.500)"
+    assert rows["ReLU"]["against the first"] == "+0.300 (+0.100 to +0.500) at 1k"
+
+
+@pytest.mark.parametrize("ours, other, compared", [
+    (64, 64, True), (64, None, True), (64, 32, False)])
+def test_losses_over_other_tokens_are_not_compared(ours, other, compared):
+    row = rows_of(curve("a", val_tokens=ours), curve("b", val_tokens=other))["b"]
+    assert ("+0.000" in row["against the first"]) == compared
+    assert ("the first's end after" in row) == compared
+
+
+def test_without_tokens_curves_are_compared_over_time():
+    nan = float("nan")
+    rows = rows_of(curve("a", [nan, nan], seconds=[0, 60]), curve("b", losses=[9, 4]))
+    assert rows["a"]["tokens"] == ""
+    assert rows["b"]["against the first"] == "-1.000 at 0:01:00"
+    assert rows["b"]["the first's end after"] == "0:00:48 (80%)"
+
+
+def test_the_picture_has_tokens_and_time_and_a_colour_for_each_variant(tmp_path, monkeypatch):
+    figures = []
+    make = bench.new_figure
+
+    def new_figure(**how):
+        figures.append(make(**how))
+        return figures[0]
+
+    monkeypatch.setattr(bench, "new_figure", new_figure)
+    found = bench.variants([
+        curve("a, seed 0"), curve("b, seed 0", [0, 2000], [9, 4], [0, 300]), curve("b, seed 1")])
+    bench.plot_variants(str(tmp_path / "a.png"), found, "title")
+
+    left, right = figures[0].axes
+    assert left.lines[1].get_xydata().tolist() == [[0, 9], [2000, 4]]
+    assert right.lines[1].get_xydata().tolist() == [[0, 9], [300, 4]]
+    assert list(right.lines[3].get_ydata()) == [5, 5]
+    a, b, also_b, end = (line.get_color() for line in left.lines)
+    assert a != b == also_b
+    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("name", ["recipes", "recipes_124m", "shakespeare", "shakespeare_seconds"])
+def test_the_curves_of_the_docs_can_be_compared(name, capsys):
+    bench.main(["compare", str(ROOT / "assets" / f"{name}.csv")])
+    assert len(cells(capsys.readouterr().out)) > 1
 
 
 # ----------------------------------------------------------------------------- mistakes
 
 @pytest.mark.parametrize("line, what", [
-    ("lader", "lader"), ("--device cpu", "--device"), ("compare", "curves"), ("recipes", "shards"),
+    ("lader", "lader"), ("--device cpu", "--device"), ("compare", "curves"),
     ("ladder --steps 0", "--steps"), ("ladder --device tpu", "tpu"),
-    ("ladder --max_steps 9", "--max_steps"), ("ladder --n_layer 0", "n_layer"),
-    ("ladder --recipe no", "--recipe"), ("ladder --plot a.png", "--plot"),
-    ("compare a --compile", "--compile"), ("recipes a --seed 3", "--seed"),
-    ("compare a --plot notes.md", "notes.md"), ("compare a --plot png", ".svg"),
-    ("recipes a --plot a.jpg", "a.jpg"), ("peer PEER", "build-nanogpt")])
-def test_a_mistake_is_refused(line, what, monkeypatch, tmp_path):
-    (tmp_path / "PEER").mkdir()
-    (tmp_path / "PEER" / "train_gpt2.py").write_text(SCRIPT.replace("B = 64", "B = batch"))
-    (tmp_path / "notes.md").write_text("mine")
-    monkeypatch.setattr(bench, "in_turn", lambda *args: pytest.fail("it was taken"))
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=re.escape(what)):
-        bench.main(line.split())
-    assert (tmp_path / "notes.md").read_text() == "mine"
-
-
-def test_a_mistake_is_one_line_and_exit_code_2():
-    done = script("bench.py", "ladder", "--steps=x")
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "--steps" in done.stderr
+    ("ladder --n_layer 0", "n_layer"), ("ladder --plot a.png", "--plot"),
+    ("compare a --compile", "--compile"), ("compare a --plot notes.md", "notes.md"),
+    ("peer PEER", "build-nanogpt"), ("peer NOWHERE", "NOWHERE")])
+def test_a_mistake_is_refused(line, what, tmp_path):
+    (tmp_path / "train_gpt2.py").write_text("print('another script')\n")
+    with pytest.raises((UserError, FileNotFoundError), match=re.escape(what)):
+        bench.main(line.replace("PEER", str(tmp_path)).split())
