@@ -2,8 +2,6 @@
 import errno
 import os
 import re
-import socket
-import stat
 import time
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
@@ -13,7 +11,10 @@ from typing import BinaryIO
 from runtime.cli import RunError, UserError, brief_error, print_error
 
 RUN_LOCK = ".train_gpt2.lock"       # in --out
-LOCK_PATIENCE = 5.0         # seconds: a killed process keeps its lock until its memory is freed
+# Seconds: a killed process keeps its lock until its memory is freed, and a server that of a machine
+# that was lost for up to a minute.
+LOCK_PATIENCE = 90.0
+TOLD_AFTER = 2.0
 # What the system says where a file system has no locks.
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK)
 
@@ -141,71 +142,26 @@ def what_resumes(out: str | Path) -> str:
     return f"The same command resumes from {newest.name}"
 
 
-def launcher_of_several() -> str:
-    """"mpirun" or "srun", if it has started this process as one of several, each alone; else ""."""
-    if "WORLD_SIZE" in os.environ:              # torchrun's
-        return ""
-    sizes = (os.environ.get("OMPI_COMM_WORLD_SIZE", "1"), os.environ.get("PMI_SIZE", "1"))
-    if sizes != ("1", "1"):
-        return "mpirun"
-
-    # SLURM_NTASKS is no such sign: a batch script that starts one process has it, too.
-    if os.environ.get("SLURM_PROCID", "0") != "0":
-        return "srun"
-    return ""
-
-
-def lock_folder(out: str | Path, name: str = RUN_LOCK, patience: float = 90.0) -> BinaryIO:
+def lock_folder(out: str | Path, name: str = RUN_LOCK) -> BinaryIO:
     """Makes the folder, and locks it until the returned file is closed or the process ends.
 
-    UserError if another process has the lock. A server keeps that of a machine that was lost, on
-    JuiceFS for up to a minute: so where its process may be gone, this waits for `patience` seconds.
-    Windows and some network file systems have no locks: there the folder is not locked.
+    UserError if another process keeps the lock for LOCK_PATIENCE seconds. Windows and some network
+    file systems have no locks: there the folder is not locked.
     """
     Path(out).mkdir(parents=True, exist_ok=True)
-    file = open_lock(Path(out) / name)
+    file = open(Path(out) / name, "ab")
     began = time.monotonic()
     told = False
     while not try_lock(file):
-        limit = LOCK_PATIENCE
-        holder, may_be_gone = holder_of(file)
-        if may_be_gone:
-            limit = patience
-        if time.monotonic() - began > limit:
-            remedy = "wait for the end of that run, or choose another --out"
-            if launcher_of_several():
-                remedy = (f"{launcher_of_several()} has started several, each alone. To train on "
-                          "several devices start torchrun")
-            raise UserError(f"--out {out} is in use by another run{holder}: {remedy}")
-        if may_be_gone and not told:
-            print_error(f"waiting up to {patience:.0f} s, because the lock of {out} is held by a "
-                        f"run that may be gone{holder}")
+        waited = time.monotonic() - began
+        if waited > LOCK_PATIENCE:
+            raise UserError(f"--out {out} is in use by another run: wait for its end, or choose "
+                            "another --out")
+        if waited > TOLD_AFTER and not told:
+            print_error(f"waiting up to {LOCK_PATIENCE:.0f} s, because another run has the lock of "
+                        f"{out}")
             told = True
         time.sleep(0.1)
-
-    if file.writable():
-        with naming(file.name):
-            file.truncate(0)
-            file.write(f"{socket.gethostname()} {os.getpid()}\n".encode())
-            file.flush()
-            sync(file.fileno())                     # other machines see it then
-    return file
-
-
-def open_lock(path: Path) -> BinaryIO:
-    """The lock's file, which may be that of another user: then open for reading only."""
-    try:
-        file = open(path, "a+b")
-    except PermissionError:
-        if not is_there(path):
-            raise
-        return open(path, "rb")
-
-    # The others of a group that shares the folder have to open it, too, whatever the umask.
-    folder, mode = os.stat(path.parent).st_mode, os.stat(path).st_mode
-    if folder & stat.S_IWGRP and not mode & stat.S_IWGRP:
-        with suppress(OSError):                     # not all file systems have modes
-            os.chmod(path, mode | stat.S_IRGRP | stat.S_IWGRP)
     return file
 
 
@@ -221,30 +177,7 @@ def try_lock(file: BinaryIO) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        if not file.writable():
-            # A local disk locks it all the same; NFS and SMB do not.
-            raise UserError(f"{file.name} is of another user, and cannot be locked "
-                            f"({error.strerror}): let its owner run `chmod g+w` on it, or choose "
-                            "another --out") from None
         if error.errno not in NO_LOCKS:
             error.filename = file.name
             raise
     return True
-
-
-def holder_of(file: BinaryIO) -> tuple[str, bool]:
-    """(" (process 7 on HOST)" of who has the lock, whether that process may be gone)."""
-    match = re.fullmatch(rb"(\S+) (\d{1,9})\n", os.pread(file.fileno(), 1000, 0))
-    if not match:
-        return "", False
-    host, pid = match[1].decode(errors="replace"), int(match[2])
-    text = f" (process {pid} on {host})"
-    if host != socket.gethostname():
-        return text, True
-    try:
-        os.kill(pid, 0)                             # signal 0 only asks
-    except ProcessLookupError:
-        return text, True
-    except PermissionError:                         # it is another user's
-        pass
-    return text, False

@@ -6,28 +6,26 @@ this text from every other one; `prefix`, with which the names of its shards beg
 """
 import glob
 import hashlib
+import json
 import os
 import re
 import shlex
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 from runtime.cli import RunError, UserError, brief_error, print_error
+from runtime.files import read_text, reading
 from runtime.shards import SHARD_NAME, read_manifest
-from runtime.text import KINDS, TABLES, TEXT_FILES, ending
+from runtime.text import KINDS, READERS, ending
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
 FINEWEB = (FINEWEB_EDU, "HuggingFaceFW/fineweb")
 DOWNLOAD = ".download"          # the folder, in --out, of files while they are read
 DESCRIBED_BYTES = 1 << 16       # of each end of a file, by which it is told from another one
-# Where files with these endings lie, a .txt or .md beside them is about the data.
-DATA = {*TABLES, ".jsonl", ".jsonlines", ".ndjson", ".csv"}
-# Where these lie, a .json is, too. MDS and litdata keep an index.json beside .mds and .bin files.
-BINARY_DATA = {*TABLES, ".mds", ".bin"}
 # Splits that are not for training. The first of them that a folder has is for validation.
 HELD_OUT = ("validation", "valid", "val", "dev", "eval", "test")
 
@@ -39,8 +37,8 @@ class LocalFiles:
     prefix = "text"
 
     def __init__(self, args, out: Path):
-        folders = [*args.val_input, *args.input]
-        if args.split != "train" and not any(has_splits(folder) for folder in folders):
+        folders = [Path(pattern) for pattern in args.input + args.val_input]
+        if args.split != "train" and not any(map(has_splits, folders)):
             raise UserError(f"--split {args.split} needs a folder with splits, as save_to_disk "
                             f"writes it: leave --split out")
 
@@ -65,8 +63,9 @@ def find_files(
     flag: str, patterns: list[str], split: str, out: Path, held_back: Container[str] = (),
 ) -> dict[str, Path]:
     """{real path of a file of text: its path}, of all that paths, folders and globs mean, in order,
-    but for the real paths in `held_back`. UserError for one of them without any text, and for one
-    of --input that mixes splits. One line for each tells what none of them reads."""
+    but for the real paths in `held_back`. UserError for one of them without any text, or with files
+    of several kinds, and for one of --input that mixes splits. One line for each tells what none of
+    them reads."""
     # Shards may be made in the folder of their text, and have a .json beside them.
     manifest = os.path.realpath(out / "manifest.json")
 
@@ -75,7 +74,8 @@ def find_files(
         meant, matched = list_files(pattern, split)
         matched = [path for path in matched if os.path.realpath(path) != manifest
                    and not SHARD_NAME.match(path.name)]
-        texts = choose_texts(meant, matched)
+        check_kinds(flag, pattern, [path for path in matched if is_text(path)])
+        texts = [path for path in matched if path in meant and is_text(path)]
         unread[pattern] = set(matched).difference(texts)
         if not texts:
             kinds = ", ".join(KINDS)
@@ -94,6 +94,26 @@ def find_files(
         if line:
             print_error(f"--{flag} {pattern}: {line}")
     return found
+
+
+def is_text(path: Path) -> bool:
+    """Whether it is a file of a known kind, and not what `datasets` keeps of its computations."""
+    is_cache = path.name.startswith("cache-") and path.suffix == ".arrow"
+    return path.is_file() and ending(path) in KINDS and not is_cache
+
+
+def check_kinds(flag: str, pattern: str, texts: list[Path]) -> None:
+    """UserError if one path, folder or glob has files of several kinds, such as the README.md of a
+    dataset and its .parquet: those of one kind are about the others."""
+    if len({READERS.get(ending(path)) for path in texts}) > 1:
+        raise UserError(f"--{flag} {pattern} has files of several kinds ({count_endings(texts)}): "
+                        f"name those that hold the text, as in 'FOLDER/*{texts[-1].suffix}'")
+
+
+def count_endings(paths: Iterable[Path]) -> str:
+    """'2 .md, 1 .parquet'."""
+    suffixes = Counter(path.suffix if path.suffix else "without an ending" for path in paths)
+    return ", ".join(f"{count} {suffix}" for suffix, count in sorted(suffixes.items()))
 
 
 def check_splits(pattern: str, texts: list[Path]) -> None:
@@ -139,18 +159,31 @@ def split_of_name(path: Path) -> tuple[str, str]:
     return "", ""
 
 
-def has_splits(folder: str) -> bool:
+def has_splits(folder: Path) -> bool:
     """Whether the save_to_disk of `datasets` has written several splits into the folder."""
-    return os.path.isfile(os.path.join(folder, "dataset_dict.json"))
+    return (folder / "dataset_dict.json").is_file()
+
+
+def saved_files(folder: Path, split: str) -> list[Path]:
+    """The files of a folder that save_to_disk has written, or of a split of it; [] of any other."""
+    if has_splits(folder):
+        folder = folder / split
+    elif not (folder / "state.json").is_file():
+        return []
+    with reading(folder / "state.json", "write the dataset again, by its save_to_disk"):
+        state = json.loads(read_text(folder / "state.json"))
+        return [folder / file["filename"] for file in state["_data_files"]]
 
 
 def list_files(pattern: str, split: str) -> tuple[set[Path], list[Path]]:
     """(the files that a path, folder or glob asks for; these and all in the subfolders that it
     matches, sorted). Hidden files are in neither."""
+    saved = saved_files(Path(pattern), split)
+    if saved:
+        return set(saved), saved
+
     matches = [pattern]
     if os.path.isdir(pattern) and ending(pattern) not in KINDS:
-        if has_splits(pattern):
-            pattern = os.path.join(pattern, split)
         names = os.listdir(pattern)
         matches = [os.path.join(pattern, name) for name in names if not name.startswith(".")]
     elif not os.path.exists(pattern):
@@ -188,46 +221,14 @@ def files_below(path: str) -> Iterator[Path]:
                 yield Path(folder, name)
 
 
-def choose_texts(meant: set[Path], matched: list[Path]) -> list[Path]:
-    """The files of text among `meant`."""
-    endings_below = defaultdict(set)        # {folder: the endings of the files in it and below}
-    for path in matched:
-        for folder in path.parents:
-            endings_below[folder].add(ending(path))
-
-    texts = []
-    for path in matched:
-        if path in meant and path.is_file() and ending(path) in KINDS:
-            if not is_about_data(path, endings_below[path.parent]):
-                texts.append(path)
-    return texts
-
-
-def is_about_data(path: Path, endings_beside: set[str]) -> bool:
-    """Whether a file is no text, but says something of the data beside it: the README.md of a
-    dataset, the index.json of MDS, what `datasets` keeps in its cache."""
-    kind = ending(path)
-    if kind in TEXT_FILES:
-        return not endings_beside.isdisjoint(DATA)
-    if kind == ".json":
-        return not endings_beside.isdisjoint(BINARY_DATA)
-    return kind == ".arrow" and path.name.startswith("cache-")
-
-
 def describe_unread(unread: set[Path]) -> str:
-    """How many files of which endings are not read, where, and how they would be. '' if none."""
+    """How many files of which endings are not read, and where. '' if none."""
     if not unread:
         return ""
-    suffixes = Counter(path.suffix if path.suffix else "without an ending" for path in unread)
-    counts = ", ".join(f"{count} {suffix}" for suffix, count in sorted(suffixes.items()))
     folder = os.path.commonpath([path.parent.absolute() for path in unread])
-    line = f"not read: {counts} in {os.path.relpath(folder)}"
-    if any(ending(path) in KINDS for path in unread):
-        line += ("; text beside files of data is read if it is named, as by 'FOLDER/*.txt', and "
-                 "what is in subfolders by 'FOLDER/**'")
-    if ".tsv" in suffixes:
-        line += ("; of a .tsv make .csv, JSON lines or Parquet (pandas, duckdb, or COPY ... "
-                 "(FORMAT csv, HEADER))")
+    line = f"not read: {count_endings(unread)} in {os.path.relpath(folder)}"
+    if any(is_text(path) for path in unread):
+        line += "; what is in subfolders is read by 'FOLDER/**'"
     return line
 
 

@@ -9,8 +9,6 @@ import csv
 import io
 import json
 import re
-import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -23,8 +21,6 @@ from runtime.tokenizer import LAST_CUT, replace_surrogates
 
 BLOCK = 1 << 20                 # bytes that are read and encoded at once
 COMPRESSIONS = {".gz": "gzip", ".gzip": "gzip", ".zst": "zstd", ".zstd": "zstd", ".bz2": "bz2"}
-# These programs read more than pyarrow does: zeros behind the end, windows above 128 MiB.
-PROGRAMS = {"gzip": "gunzip", "zstd": "zstd -d --long=31", "bz2": "bunzip2"}
 LFS_POINTER = b"version https://git-lfs"
 # Stands for a carriage return inside a line of a .csv. No text has this character: UTF-8 cannot
 # write it.
@@ -148,15 +144,8 @@ def read_jsonl(path: Path, field: str) -> Rows:
                 continue
             try:
                 row = json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError):
+            except (ValueError, RecursionError):
                 row = None
-            except RecursionError:
-                raise ValueError(f"line {number} has brackets in brackets, more than Python's "
-                                 f"json reads") from None
-            except ValueError:
-                most = sys.get_int_max_str_digits()
-                raise ValueError(f"line {number} has a number of more than {most:,} digits, which "
-                                 f"Python's json does not read") from None
             if not isinstance(row, dict):
                 raise ValueError(
                     f"line {number} is not a JSON object; one a line is expected: `jq -c .` writes "
@@ -198,7 +187,7 @@ def read_csv(path: Path, field: str) -> Rows:
     header = None
     number = 1                  # of the line with which the next row begins
     with open_bytes(path) as file:
-        rows = csv.reader(csv_lines(file, field), strict=True)
+        rows = csv.reader(csv_lines(file), strict=True)
         try:
             for row in rows:
                 if row and header is None:
@@ -216,7 +205,7 @@ def read_csv(path: Path, field: str) -> Rows:
                              f"doubled, not behind a backslash") from None
 
 
-def csv_lines(file: io.BufferedReader, field: str) -> Iterator[str]:
+def csv_lines(file: io.BufferedReader) -> Iterator[str]:
     """The lines of a .csv. ValueError names the one that is not UTF-8."""
     for number, line in enumerate(file, 1):
         try:
@@ -225,20 +214,11 @@ def csv_lines(file: io.BufferedReader, field: str) -> Iterator[str]:
             raise ValueError(f"line {number} is not UTF-8") from None
         if number == 1:
             text = text.removeprefix("\ufeff")
-            check_first_line(text, field)
 
         # Inside a line it belongs to the text, but the csv module would end the row there.
         if "\r" in text:
             text = re.sub(r"\r(?!\n|\Z)", LONE_RETURN, text)
         yield text
-
-
-def check_first_line(line: str, field: str) -> None:
-    """ValueError for what Excel writes in many countries."""
-    names = line.strip().replace('"', "").split(";")
-    if line.startswith("sep=") or (len(names) > 1 and field in names):
-        raise ValueError("semicolons stand between its columns, or its first line is Excel's sep=; "
-                         "write commas, and no such line")
 
 
 # ----------------------------------------------------------------------------- .parquet, .arrow
@@ -324,7 +304,6 @@ READERS = {                     # of files of rows
     ".jsonl": read_jsonl, ".jsonlines": read_jsonl, ".ndjson": read_jsonl, ".json": read_jsonl,
     ".csv": read_csv, ".parquet": read_parquet, ".arrow": read_arrow,
 }
-TABLES = {".parquet", ".arrow"}
 KINDS = (*TEXT_FILES, *READERS)
 
 
@@ -335,29 +314,6 @@ def ending(path: str | Path) -> str:
     if path.suffix in COMPRESSIONS:
         path = Path(path.stem)
     return path.suffix
-
-
-class Escapes:
-    """Looks for what a database writes in place of some signs."""
-
-    def __init__(self):
-        self.escaped = Counter()        # {a sign, or "null": how often it is escaped}
-        self.plain = Counter()          # {a sign: how often it is not}
-
-    def look_at(self, text: bytes) -> None:
-        if text == rb"\N":
-            self.escaped["null"] += 1
-        for sign in (b"\n", b'"'):
-            behind_backslash = text.count(b"\\" + sign)
-            self.escaped[sign] += behind_backslash
-            self.plain[sign] += text.count(sign) - behind_backslash
-
-        # A line end may also be written out, as a backslash and an n.
-        self.escaped[b"\n"] += text.count(rb"\n")
-
-    def found(self) -> bool:
-        """Whether a database has written the texts: then all signs of a kind are escaped."""
-        return any(self.escaped[sign] and not self.plain[sign] for sign in self.escaped)
 
 
 class TextReader:
@@ -392,33 +348,19 @@ class TextReader:
 
     def read_documents(self, path: Path) -> Pieces:
         """The pieces of the documents that are not empty."""
-        compression = COMPRESSIONS.get(path.suffix.lower())
-        remedy = "repair the file, convert it to UTF-8 (iconv), or leave it out"
-        if compression:
-            remedy = (f"fetch the file again, unpack it with `{PROGRAMS[compression]}` and "
-                      f"repair it or convert it to UTF-8 (iconv), or leave it out")
-
+        remedy = "repair the file, unpack it or convert it to UTF-8 (iconv), or leave it out"
         with reading(path, remedy):
-            try:
-                if ending(path) in READERS:
-                    yield from self.read_rows(path)
-                else:
-                    yield from self.read_texts(path)
-            except ValueError:
-                # A bit that has flipped makes other letters, whose error comes before the error
-                # of the checksum at the end of the file. That one says more.
-                if compression:
-                    read_to_its_end(path)
-                raise
+            if ending(path) in READERS:
+                yield from self.read_rows(path)
+            else:
+                yield from self.read_texts(path)
 
     def read_texts(self, path: Path) -> Pieces:
         """The pieces of a .txt or .md."""
         documents = 0
-        windows = False         # whether its lines end as on Windows
         for begins, text in read_text_file(path, self.separator):
             if begins:
                 documents += 1
-            windows = windows or b"\r\n" in text
             if not self.separator and b"<|endoftext|>" in text:
                 self.tell_once(
                     f"{path} contains <|endoftext|>, which is read as text: if it separates "
@@ -426,39 +368,18 @@ class TextReader:
             yield begins, text
 
         if self.separator and documents == 1:
-            line = f"{path} is read as one document: check --separator {self.separator!r}"
-            if "\\n" in self.separator:
-                line += r" (a backslash and an n; a shell writes a line end as $'\n')"
-            elif "\n" in self.separator and windows:
-                line += r" (the lines of the file end with \r\n, in a shell $'\r\n')"
-            self.tell_once(line)
+            self.tell_once(f"{path} is read as one document: check --separator "
+                           f"{self.separator!r}")
 
     def read_rows(self, path: Path) -> Pieces:
         """The rows that have text."""
-        kind = ending(path)
-        escapes = Escapes()
-        for text in READERS[kind](path, self.text_field):
-            if not text:
+        for text in READERS[ending(path)](path, self.text_field):
+            if text:
+                yield True, text
+            else:
                 self.empty_rows += 1
-                continue
-            if kind not in TABLES:
-                escapes.look_at(text)
-            yield True, text
-
-        if escapes.found():
-            print_error(
-                f"{path} seems to have a database's escapes (\\N for null, \\n for a line end, a "
-                f"backslash before each line end or quotation mark), which are read as text: "
-                f"export it with `FORMAT csv, HEADER`, or JSON with `psql -At`")
 
     def tell_once(self, line: str) -> None:
         if not self.told:
             self.told = True
             print_error(line)
-
-
-def read_to_its_end(path: Path) -> None:
-    """OSError if a compressed file is damaged."""
-    with open_bytes(path) as file:
-        while file.read(BLOCK):
-            pass

@@ -1,9 +1,6 @@
 """runtime/files.py: atomic writes, damaged files, the checkpoints of a folder and its lock."""
 import errno
 import os
-import socket
-import stat
-import subprocess
 import sys
 
 import pytest
@@ -248,14 +245,19 @@ def flock(monkeypatch):
     return errors
 
 
-def test_a_folder_has_one_run_at_a_time(tmp_path, monkeypatch):
+def test_a_folder_has_one_run_at_a_time_and_the_next_one_says_that_it_waits(
+        tmp_path, monkeypatch, capsys):
     pytest.importorskip("fcntl")
-    monkeypatch.setattr(files, "LOCK_PATIENCE", 0.0)
+    monkeypatch.setattr(files, "LOCK_PATIENCE", 0.3)
+    monkeypatch.setattr(files, "TOLD_AFTER", 0.0)
     out = tmp_path / "a" / "log"
 
     first = lock_folder(out)
     with pytest.raises(UserError, match=f"{out}.*another --out"):
         lock_folder(out)
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert str(out) in told
     first.close()
 
     lock_folder(out).close()
@@ -286,123 +288,9 @@ def test_a_system_without_locks_will_do(tmp_path, monkeypatch):
     assert (tmp_path / "log").is_dir()
 
 
-LOCK = ".fineweb.lock"
-
-
-def dead_pid():
-    """The number of a process that has ended."""
-    child = subprocess.Popen([sys.executable, "-c", ""])
-    child.wait()
-    return child.pid
-
-
-@pytest.fixture
-def locked(tmp_path):
-    """locked(host, pid): a locked folder, whose file says that this process has the lock."""
-    pytest.importorskip("fcntl")
-    files_with_locks = []
-
-    def lock(host, pid):
-        files_with_locks.append(lock_folder(tmp_path, LOCK))
-        (tmp_path / LOCK).write_text(f"{host} {pid}\n")
-        return files_with_locks[-1]
-
-    yield lock
-    for file in files_with_locks:
-        file.close()
-
-
-def test_a_lock_says_which_process_has_it(tmp_path):
-    with lock_folder(tmp_path, LOCK):
-        assert (tmp_path / LOCK).read_text() == f"{socket.gethostname()} {os.getpid()}\n"
-
-
-def test_the_lock_of_a_run_that_lives_is_refused_with_its_process(locked, tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "LOCK_PATIENCE", 0.0)
-    locked(socket.gethostname(), os.getpid())
-    with pytest.raises(UserError, match=f"{os.getpid()} on {socket.gethostname()}"):
-        lock_folder(tmp_path, LOCK)
-
-
-@pytest.mark.parametrize("is_here", [True, False], ids=["a dead process", "another host"])
-def test_the_lock_of_a_run_that_may_be_gone_is_waited_for(
-        is_here, locked, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(files, "LOCK_PATIENCE", -1.0)           # that of a run that lives
-    host, pid = "elsewhere", os.getpid()
-    if is_here:
-        host, pid = socket.gethostname(), dead_pid()
-    with pytest.raises(UserError, match=f"{pid} on {host}"):
-        first = locked(host, pid)
-        lock_folder(tmp_path, LOCK, patience=0.0)
-
-    monkeypatch.setattr(files.time, "sleep", lambda seconds: first.close())
-    capsys.readouterr()
-    lock_folder(tmp_path, LOCK, patience=60.0).close()
-
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
-    for word in (str(tmp_path), "60 s", f"{pid} on {host}"):
-        assert word in told
-
-
-@pytest.mark.parametrize("text", ["", "a note\n", "host\n", "host 99999999999999999999\n"])
-def test_a_lock_that_does_not_say_who_has_it_is_one_of_a_run_that_lives(
-        text, locked, tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "LOCK_PATIENCE", 0.0)
-    locked("host", 1)
-    (tmp_path / LOCK).write_text(text)
-    with pytest.raises(UserError, match=str(tmp_path)):
-        lock_folder(tmp_path, LOCK)
-
-
-@pytest.mark.skipif(os.name == "nt", reason="Windows has other modes")
-@pytest.mark.parametrize("folder, mode", [(0o775, 0o660), (0o2770, 0o660), (0o755, 0o600)])
-def test_a_lock_in_a_folder_of_a_group_can_be_opened_by_the_group(folder, mode, tmp_path):
-    tmp_path.chmod(folder)
-    umask = os.umask(0o077)
-    try:
-        lock_folder(tmp_path, LOCK).close()
-    finally:
-        os.umask(umask)
-    assert stat.S_IMODE((tmp_path / LOCK).stat().st_mode) == mode
-
-
-@pytest.fixture
-def of_another_user(monkeypatch):
-    """From now on an existing file can be opened for reading only."""
-    def open_for_reading(path, mode):
-        if mode != "rb":
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return open(path, mode)
-
-    monkeypatch.setattr(files, "open", open_for_reading, raising=False)
-
-
-def test_a_lock_of_another_user_is_taken_by_a_descriptor_for_reading(
-        tmp_path, monkeypatch, of_another_user):
-    monkeypatch.setattr(files, "LOCK_PATIENCE", 0.0)
-    with pytest.raises(PermissionError):                # the folder is another user's
-        lock_folder(tmp_path, LOCK)
-
-    (tmp_path / LOCK).write_text("host 1\n")
-    with lock_folder(tmp_path, LOCK):
-        with pytest.raises(UserError, match=str(tmp_path)):
-            lock_folder(tmp_path, LOCK, patience=0.0)
-    assert (tmp_path / LOCK).read_text() == "host 1\n"
-
-
-def test_a_file_system_that_locks_no_descriptor_for_reading_is_told(
-        flock, tmp_path, of_another_user):
-    """NFS and SMB: the run does not go on without the lock."""
-    (tmp_path / LOCK).touch()
-    flock.append(OSError(errno.EBADF, os.strerror(errno.EBADF)))
-    with pytest.raises(UserError, match=rf"{LOCK}.*chmod g\+w"):
-        lock_folder(tmp_path, LOCK)
-
-
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOTCONN, errno.ESTALE])
 def test_a_lock_that_fails_for_the_disk_is_the_systems_error(number, flock, tmp_path):
     flock.append(OSError(number, os.strerror(number)))
     with pytest.raises(OSError) as raised:
-        lock_folder(tmp_path, LOCK)
-    assert raised.value.filename == str(tmp_path / LOCK)
+        lock_folder(tmp_path)
+    assert raised.value.filename == str(tmp_path / files.RUN_LOCK)

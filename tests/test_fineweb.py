@@ -299,7 +299,7 @@ def test_text_field_and_separator_reach_the_readers(gpt2):
 
 
 def test_split_says_which_part_of_a_saved_dataset_is_read(gpt2):
-    datasets = pytest.importorskip("datasets")
+    import datasets
     parts = {"train": DOCUMENTS[:60], "test": DOCUMENTS[60:]}
     splits = {name: datasets.Dataset.from_dict({"text": part}) for name, part in parts.items()}
     datasets.DatasetDict(splits).save_to_disk("saved")

@@ -1,14 +1,12 @@
-"""Small decisions about GPUs, CPUs and launchers that no machine here shows by itself."""
+"""Small decisions about GPUs and CPUs that no machine here shows by itself."""
 import os
 
 import pytest
 import torch
 
-from runtime import console, files
-from runtime.cli import UserError
+from runtime import console
 from runtime.dataloader import to_device
 from runtime.hardware import configure_allocator, is_out_of_memory
-from runtime.files import lock_folder
 
 
 # ----------------------------------------------------------------------- memory
@@ -83,35 +81,3 @@ def test_a_line_says_that_a_cpu_has_no_bfloat16(dtype, has_bfloat16, expected, m
     assert bool(said) == expected
     if expected:
         assert "--dtype float32" in said[0]
-
-
-# ----------------------------------------------------------------------- mpirun
-
-def message_of_a_second_run(out, monkeypatch):
-    monkeypatch.setattr(files, "LOCK_PATIENCE", 0.0)
-    with lock_folder(out), pytest.raises(UserError) as raised:
-        lock_folder(out)
-    return str(raised.value)
-
-
-@pytest.mark.parametrize("variables, expected", [
-    ({"OMPI_COMM_WORLD_SIZE": "4"}, True),
-    ({"PMI_SIZE": "2"}, True),
-    ({"OMPI_COMM_WORLD_SIZE": "1"}, False),
-    ({"OMPI_COMM_WORLD_SIZE": "4", "WORLD_SIZE": "4"}, False),
-    ({"SLURM_NTASKS": "4", "SLURM_PROCID": "1"}, True),
-    ({"SLURM_NTASKS": "4", "SLURM_PROCID": "1", "WORLD_SIZE": "4"}, False),
-    ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, False),
-    ({}, False),
-])
-def test_a_second_run_that_mpirun_or_srun_started_is_told_of_torchrun(
-        variables, expected, tmp_path, monkeypatch):
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_PROCID", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-
-    message = message_of_a_second_run(tmp_path, monkeypatch)
-
-    assert ("torchrun" in message) == expected
-    assert ("choose another --out" in message) != expected

@@ -98,7 +98,7 @@ def test_files_with_other_ends_of_their_names_are_of_no_kind(name):
 
 @pytest.mark.parametrize("name", ["a.parquet.gz", "a.arrow.gz"])
 def test_a_table_that_is_compressed_as_a_whole_is_refused(name, tmp_path):
-    assert "gunzip" in refusal(tmp_path, name, gzip.compress(b"PAR1 and more"))
+    assert refusal(tmp_path, name, gzip.compress(b"PAR1 and more"))
 
 
 @pytest.mark.parametrize("name, data", [
@@ -294,16 +294,6 @@ def test_endoftext_in_a_text_without_a_separator_is_told_once(tmp_path, capsys):
     assert "a.txt" in told[0] and "--separator" in told[0]
 
 
-@pytest.mark.parametrize("separator, data, words", [
-    (r"\n\n", b"One.\n\nTwo.", r"$'\n'"),
-    ("\n\n", b"One.\r\n\r\nTwo.", r"$'\r\n'"),
-    ("\n--\n", b"One.\r\n--\r\nTwo.", r"$'\r\n'")])
-def test_line_ends_are_named_where_they_keep_a_separator_from_being_found(
-        separator, data, words, tmp_path, capsys):
-    read_bytes(tmp_path, "a.txt", data, separator=separator)
-    assert words in capsys.readouterr().err
-
-
 def test_a_separator_that_does_not_divide_a_file_is_told(tmp_path, capsys):
     read_bytes(tmp_path, "a.txt", b"One. == Two.", separator="==")
     assert capsys.readouterr().err == ""
@@ -369,23 +359,6 @@ def test_the_fields_of_json_are_shown_where_the_first_line_lacks_the_text(tmp_pa
     assert "'body'" in line and "' id'" in line
 
 
-def test_a_number_that_is_too_long_for_python_is_named(tmp_path):
-    data = b'{"text": "a"}\n{"text": "b", "n": ' + b"7" * 4301 + b"}\n"
-    line = refusal(tmp_path, "a.jsonl", data)
-    assert "line 2" in line and "4,300 digits" in line
-    assert "jq" not in line
-
-
-def test_brackets_that_are_too_deep_for_python_are_named(tmp_path, monkeypatch):
-    def loads(line):
-        raise RecursionError("as json does")
-
-    monkeypatch.setattr(json, "loads", loads)
-    line = refusal(tmp_path, "a.jsonl", b'{"text": "a", "tree": [[[[]]]]}\n')
-    assert "line 1" in line and "brackets" in line
-    assert "jq" not in line
-
-
 @pytest.mark.parametrize("data", [b'{\n  "text": "a"\n}\n', b'[{"text": "a"},\n {"text": "b"}]\n'])
 def test_json_that_is_not_in_lines_is_refused_with_the_way_to_make_it_so(data, tmp_path):
     assert "jq -c" in refusal(tmp_path, "a.json", data)
@@ -440,48 +413,8 @@ def test_a_csv_without_a_header_is_refused_and_the_first_row_is_shown(tmp_path):
     assert "--text_field" in line and "?" in line
 
 
-def test_columns_that_semicolons_divide_are_named(tmp_path):
-    assert "semicolons" in refusal(tmp_path, "a.csv", b"id;text\n1;a\n")
-    assert "semicolons" in refusal(tmp_path, "a.csv", b'"id";"text"\n"1";"a"\n')
-
-
-@pytest.mark.parametrize("data", [b"sep=,\nid,text\n1,a\n", b"\xef\xbb\xbfsep=;\r\nid;text\r\n"])
-def test_excels_line_that_names_the_sign_between_columns_is_named(data, tmp_path):
-    assert "Excel" in refusal(tmp_path, "a.csv", data)
-
-
 def test_a_quotation_mark_behind_a_backslash_is_named(tmp_path):
     assert "backslash" in refusal(tmp_path, "a.csv", b'text\n"a \\"quoted\\" word"\n')
-
-
-# ------------------------------------------------------------------------- escapes of databases
-
-MARIADB = b'text\n"one\\\ntwo"\n"C:\\\\dir"\n\\N\n'
-POSTGRESQL = json.dumps({"text": "one\\ntwo"}).encode() + b"\n"
-
-
-@pytest.mark.parametrize("name, data, documents", [
-    ("a.csv", MARIADB, ["one\\\ntwo", "C:\\\\dir", "\\N"]),
-    ("a.csv", b'text\n"one\\\ntwo"\n', ["one\\\ntwo"]),
-    ("a.csv", b"text\none\n\\N\n", ["one", "\\N"]),
-    ("a.csv", b'text\na \\"quoted\\" word\n', ['a \\"quoted\\" word']),
-    ("a.jsonl", POSTGRESQL, ["one\\ntwo"])])
-def test_the_escapes_of_a_database_are_told_and_stay_in_the_text(
-        name, data, documents, tmp_path, capsys):
-    assert read_bytes(tmp_path, name, data) == documents
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 1
-    assert name in told[0] and "FORMAT csv, HEADER" in told[0]
-
-
-@pytest.mark.parametrize("name, data", [
-    ("a.csv", b'text\n"one\ntwo\\\nthree"\n'),
-    ("a.csv", b"text\nplain\n"),
-    ("a.jsonl", rb'{"text": "plain \"quotes\" and \\\"others\\\""}'),
-    ("a.jsonl", POSTGRESQL + b'{"text": "a real\\nline end"}\n')])
-def test_a_text_with_plain_line_ends_is_not_taken_for_a_databases(name, data, tmp_path, capsys):
-    read_bytes(tmp_path, name, data)
-    assert capsys.readouterr().err == ""
 
 
 # ------------------------------------------------------------------------- .parquet, .arrow
@@ -618,23 +551,15 @@ def test_a_compressed_file_that_is_cut_off_is_refused(ending, cut, tmp_path):
     assert refusal(tmp_path, "a.jsonl" + ending, compressed_lines(ending)[:-cut])
 
 
-def test_a_checksum_that_fails_is_told_before_the_json_behind_a_flipped_bit(tmp_path):
-    # Stored, not compressed, so that the bit changes one sign of the JSON.
-    data = gzip.compress(b'{"text": "a"}\n' * 9, compresslevel=0, mtime=0)
-    place = data.index(b'"text"')
-    line = refusal(tmp_path, "a.jsonl.gz", data[:place] + b"'" + data[place + 1:])
-    assert "JSON" not in line and "incorrect data check" in line
+def test_zeros_behind_the_last_gzip_member_are_refused(tmp_path):
+    assert refusal(tmp_path, "a.txt.gz", gzip.compress(b"words", mtime=0) + bytes(512))
 
 
-def test_zeros_behind_the_last_gzip_member_are_named(tmp_path):
-    assert "gunzip" in refusal(tmp_path, "a.txt.gz", gzip.compress(b"words", mtime=0) + bytes(512))
-
-
-def test_a_zstd_window_that_is_too_large_is_named(tmp_path):
+def test_a_zstd_window_that_is_too_large_is_refused(tmp_path):
     # A frame of one raw block of five bytes, which asks for a window of 2^28 bytes.
     block_header = (5 << 3 | 1).to_bytes(3, "little")
     frame = b"\x28\xb5\x2f\xfd" + b"\x00" + bytes([18 << 3]) + block_header + b"words"
-    assert "--long=31" in refusal(tmp_path, "a.txt.zst", frame)
+    assert refusal(tmp_path, "a.txt.zst", frame)
 
 
 def test_a_tar_archive_is_no_text(tmp_path):
