@@ -237,14 +237,6 @@ class FrontierGPT(ModernLanguageModel):
             self.init_weights()
         self.pointer = Pointer(C)                       # draws nothing
 
-    @staticmethod
-    def add_missing(weights, config):
-        """A file of before 2026-11-28 has no pointer: the model gets a new one."""
-        if any(name.startswith("pointer.") for name in weights):
-            return weights
-        pointer = Pointer(config.n_embd).state_dict()
-        return weights | {f"pointer.{name}": tensor for name, tensor in pointer.items()}
-
     @torch.no_grad()
     def init_weights(self):
         """As speedrun's, but for the weights of the shifted keys: they are those of the queries."""

@@ -275,11 +275,6 @@ class LanguageModel(nn.Module):
     # tokens only, which changes a loss by noise. Evaluations compute all. frontier.py sets it.
     vocabulary_sample = None
 
-    @staticmethod
-    def add_missing(weights: dict, config) -> dict:
-        """A file's weights {name: tensor}, and those that an older version did not have."""
-        return weights
-
     def use_attention(self, kernel: str) -> None:
         """Computes attention by this kernel, one of ATTENTION, from now on."""
         for block in self.transformer.h:

@@ -14,8 +14,7 @@ from runtime.tokenizer import EOT, encode, tokenizer
 
 
 def make_parser() -> FlagParser:
-    names_of_nanogpt = {"start": "--prompt", "out_dir": "--model"}
-    parser = FlagParser(names_of_nanogpt, prog="sample.py", description=__doc__)
+    parser = FlagParser(prog="sample.py", description=__doc__)
     parser.add_argument("--model", type=user_path, default="gpt2",
                         help=f"{MODEL_HELP} (default gpt2).")
     start = parser.add_mutually_exclusive_group()

@@ -524,7 +524,6 @@ def start_run(asked: Config, config: Config, start: checkpoint.Start, process: P
     # From here on something is written, and a signal asks the run to stop.
     output = Output(config, process, schedule.tokens_before)
     process.on_all_ranks(output.open, start)
-    output.warn_unless_shared()
     process.catch_signals()
 
     loader = TrainLoader(data.train, schedule, B, start.step, process)

@@ -15,7 +15,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
@@ -137,7 +136,7 @@ class MLP(nn.Module):
         return self.c_proj(F.relu(self.c_fc(x)).square())
 
 
-class Block(GradientCheckpointingLayer):
+class Block(nn.Module):
     def __init__(self, config, layer, attention_class):
         super().__init__()
         self.attn = attention_class(config, layer)
@@ -204,7 +203,6 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
     softcap = 30.0
     _no_split_modules = ["Block"]
     _supports_sdpa = True
-    supports_gradient_checkpointing = True
 
     def __init__(self, config):
         super().__init__(config)
@@ -237,15 +235,13 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache=False,
         logits_to_keep=0,
         cache=None,
-        output_hidden_states=None,
         **kwargs,
     ):
-        """Returns loss, logits (B, T, vocab_size), the cache and, if asked for, hidden_states.
+        """Returns loss, logits (B, T, vocab_size) and the cache.
 
         input_ids (B, T) follow the tokens in the cache, which is called `cache` or
         `past_key_values`. attention_mask (B, S) is 0 for padding, at either end. If logits_to_keep
-        is not 0, there are only the logits of so many last tokens. hidden_states are the embedding,
-        what each block but the last returns, and what enters the head: (B, T, C) each.
+        is not 0, there are only the logits of so many last tokens.
         """
         past = past_key_values
         if cache is not None:
@@ -259,8 +255,7 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         not_padding = self.not_padding(attention_mask, tokens)                  # (B, S)
         starts = self.starts(tokens, not_padding)                               # (B, S)
         mask = self.mask(not_padding, T)                                        # (B, 1, T, S)
-        states = self.hidden_states(tokens, starts, mask, T, past)
-        x = states[-1]                                                          # (B, T, C)
+        x = self.hidden(tokens, starts, mask, T, past)                          # (B, T, C)
 
         # The softcap (arXiv:2408.00118, section 2).
         z = F.linear(x[:, -logits_to_keep:], self.head(past))
@@ -271,12 +266,7 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
-        if not output_hidden_states:
-            states = None
-        return CausalLMOutputWithPast(
-            loss=loss, logits=logits, hidden_states=states, **{CACHE: past})
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: past})
 
     def check_arguments(self, input_ids, past, others):
         """ValueError for what these models do not compute. `others`, {name: value}, are unknown."""
@@ -289,11 +279,6 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         if past is not None and past.is_compileable:
             raise ValueError("a static cache cannot be used here: leave out cache_implementation")
 
-        # The backward would compute each block again, and put its keys into the cache once more.
-        has_backward = self.training and torch.is_grad_enabled()
-        if past is not None and has_backward and self.transformer.h[0].gradient_checkpointing:
-            raise ValueError("gradient checkpointing cannot have a cache: leave out use_cache")
-
     def add_copies(self, logits, x, tokens, starts, mask, past):
         return logits
 
@@ -302,17 +287,15 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         after_padding = F.pad(not_padding[:, :-1], (1, 0)) == 0
         return (tokens == EOT) | after_padding
 
-    def hidden_states(self, tokens, starts, mask, T, past):
-        """(B, T, C) of the last T tokens: the embedding, after each block but the last, the end."""
+    def hidden(self, tokens, starts, mask, T, past):
+        """The final hidden states (B, T, C) of the last T tokens."""
         x = self.embed(tokens, starts, T)                                       # (B, T, C)
         x0 = x
         v1 = None
         rotary = self.rotary_tables(tokens, T, x.dtype)
-        states = []
         for block in self.transformer.h:
-            states.append(x)
             x, v1 = block(x, v1, x0, rotary, starts, mask, past)
-        return *states, norm(x)
+        return norm(x)
 
     def all_tokens(self, input_ids, past):
         """Appends input_ids (B, T) to the tokens in the cache -> (B, S).

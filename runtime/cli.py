@@ -4,7 +4,6 @@ import difflib
 import errno
 import os
 import re
-import shlex
 import sys
 import traceback
 from collections.abc import Callable
@@ -83,12 +82,10 @@ class FlagParser(argparse.ArgumentParser):
 
     - Its errors are UserErrors.
     - Flags may be written with dashes (--max-steps), but not abbreviated.
-    - Switches may be written as in nanoGPT (--compile=False).
-    - The error of an unknown flag names the nearest one, or what `other_names` has for it.
+    - The error of an unknown flag names the nearest one.
     """
 
-    def __init__(self, other_names: dict[str, str] | None = None, **kwargs):
-        self.other_names = other_names or {}
+    def __init__(self, **kwargs):
         super().__init__(
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -100,63 +97,14 @@ class FlagParser(argparse.ArgumentParser):
         if args is None:
             args = sys.argv[1:]
         words = [re.sub(r"^--[\w-]+(?==|\Z)", with_underscores, word) for word in args]
-        self._given = args                      # error() looks at these
-        self._words = words
-        return super().parse_args(self._plain_switches(words), namespace)
-
-    def _plain_switches(self, words):
-        """Rewrites `--compile=False` and `--compile False` as --no_compile, and True as --compile.
-
-        A switch that has no such counterpart is dropped with its False: it is off by default.
-        """
-        result = []
-        for word in words:
-            switch, _, value = word.partition("=")
-            if word in ("True", "False") and result and self._is_switch(result[-1]):
-                switch, value = result.pop(), word
-
-            opposite = "--no_" + switch[2:]
-            if not self._is_switch(switch) or value not in ("True", "False"):
-                result.append(word)
-            elif value == "True":
-                result.append(switch)
-            elif self._is_switch(opposite, False):
-                result.append(opposite)
-        return result
-
-    def _is_switch(self, word, const=True):
-        """Whether this is a flag without a value, which means `const`."""
-        action = self._option_string_actions.get(word)
-        return action is not None and action.nargs == 0 and action.const is const
-
-    def _in_one_word(self, flag):
-        """How to write a flag with its value, if that is one that argparse takes for a flag: ---"""
-        behind = self._words.index(flag) + 1
-        if behind == len(self._words):
-            return ""
-        name, _, _ = self._words[behind].partition("=")
-        if name in self._option_string_actions:
-            return ""
-        return f"; write {flag}={shlex.quote(self._given[behind])}"
+        return super().parse_args(words, namespace)
 
     def error(self, message):
-        missing = re.fullmatch(r"argument (--\w+): expected one argument", message)
-        if missing:
-            message += self._in_one_word(missing[1])
-        if re.search(r"unrecognized arguments: .*\.py\b", message):
-            message = (f"{message} (nanoGPT's configuration files are not supported): use flags "
-                       "or a --preset instead")
-        unknown = re.match(r"unrecognized arguments: --(\w+)", message)
-        if unknown and self._known_as(unknown[1]):
-            message = f"{message}: use {self._known_as(unknown[1])}"
+        unknown = re.match(r"unrecognized arguments: (--\w+)", message)
+        if unknown:
+            for nearest in difflib.get_close_matches(unknown[1], self._option_string_actions, 1):
+                message += f": use {nearest}"
         raise UserError(f"{message} (see {self.prog} --help)")
-
-    def _known_as(self, name):
-        """What an unknown flag is called here, or the nearest flag, or ""."""
-        if name in self.other_names:
-            return self.other_names[name]
-        nearest = difflib.get_close_matches(f"--{name}", self._option_string_actions, 1)
-        return "".join(nearest)
 
 
 def with_underscores(name: re.Match) -> str:
@@ -216,7 +164,6 @@ def run_command(main: Callable[[], int | None]) -> None:
     mistake of the user's, 1 for a run that failed, and 130 for Ctrl-C. Anything else is a bug,
     with a traceback.
     """
-    use_null_device_for_closed_streams()
     sys.stdout.reconfigure(errors="replace")    # not every terminal can print every sampled token
     try:
         code = returned_code(main)
@@ -237,14 +184,11 @@ def run_command(main: Callable[[], int | None]) -> None:
             print_error(own_mistake(told))
         if error.filename is None:                              # stdout takes no more
             discard(sys.stdout)
-    except Exception as error:
+    except Exception:
         code = 1
-        if str(error) == "can't start new thread":
-            print_error(f"{error}: the system allows no more (ulimit -u): set OMP_NUM_THREADS=1")
-        elif not several_ranks():               # a bug
+        if not several_ranks():                 # a bug
             raise
-        else:
-            traceback.print_exc()
+        traceback.print_exc()
 
     # Several ranks end without Python's finalization, which gloo's threads can abort (pytorch issue
     # 190489), and without the destructor of the process group, which can wait for ever.
@@ -252,17 +196,6 @@ def run_command(main: Callable[[], int | None]) -> None:
         sys.stdout.flush()
         os._exit(code)
     sys.exit(code)
-
-
-def use_null_device_for_closed_streams() -> None:
-    """A closed stream (`>&-`) becomes the null device, or the next file would get its number."""
-    # A file gets the lowest number that is free, so that these get 0, 1 and 2, in this order.
-    if sys.stdin is None:
-        sys.stdin = open(os.devnull)
-    if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w")
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")
 
 
 def returned_code(main: Callable[[], int | None]) -> int:

@@ -1,11 +1,10 @@
 """What a run prints: its header, the line of each step, and the summary."""
 import math
-import re
 import shlex
 import statistics
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,20 +13,12 @@ import torch
 from runtime.checkpoint import Start
 from runtime.cli import RunError
 from runtime.files import checkpoints
-from runtime.hardware import (
-    cpu_has_bfloat16,
-    device_name,
-    least_cpu_seconds,
-    peak_flops,
-    peak_memory,
-)
+from runtime.hardware import device_name, peak_flops, peak_memory
 from runtime.metrics import Metrics
 from runtime.recipe import BatchSchedule
 
-DAY = 24 * 60 * 60          # seconds
 RECENT_STEPS = 20           # whose median speed tells the time left
 OVERFIT_LOSS = 0.1          # below this, --overfit has passed
-ESCAPES = {"\n": r"\n", "\r": r"\r", "\t": r"\t", "'": r"\'", "\\": r"\\"}     # inside $'...'
 
 
 def clock(seconds: float) -> str:
@@ -41,15 +32,6 @@ def counted(n: int, what: str) -> str:
         return f"1 {what}"
     plural = "es" if what.endswith("s") else "s"
     return f"{n:,} {what}{plural}"
-
-
-def quoted(text: str) -> str:
-    r"""Text as a word of a command, the same for bash and zsh: $'It\'s a line.\n'."""
-    def escape(match):
-        character = match[0]
-        return ESCAPES.get(character, rf"\x{ord(character):02x}")
-
-    return "$'" + re.sub(r"[\x00-\x1f\x7f'\\]", escape, text) + "'"
 
 
 # ----------------------------------------------------------------------- the steps
@@ -139,24 +121,8 @@ def print_header(config, process, data, model, schedule: BatchSchedule, start: S
         say(f"the text is read backwards before step {turn:,}: validation and samples there say "
             "nothing yet")
 
-    flops = schedule.tokens_left(start.step) * model.flops_per_token(c.sequence_length)
-    days = least_cpu_seconds(flops, c.dtype, process.world_size) / DAY
-    if process.device == "cpu" and days > 1:
-        remedy = "try --preset shakespeare, which takes minutes on a CPU"
-        if not c.dry_run:
-            remedy += ", or --dry_run for an estimate"
-        say(f"without a GPU this run takes more than {counted(math.floor(days), 'day')}: {remedy}")
-    warn_of_slow_dtype(process.device, c.dtype, say)
     if c.compile:
         say("compiling the model, which takes about a minute ...")
-
-
-def warn_of_slow_dtype(device: str, dtype: str, say: Callable) -> None:
-    """Says it where a CPU has no instructions for the dtype that was asked for."""
-    if device != "cpu" or dtype == "float32" or (dtype == "bfloat16" and cpu_has_bfloat16()):
-        return
-    say(f"torch has no {dtype} instructions of this CPU to use, and without them a step may take "
-        "10 to 30 times as long as with --dtype float32")
 
 
 def print_batch(config, process, schedule: BatchSchedule, B: int) -> None:
@@ -294,9 +260,10 @@ def print_best(config, process, data, metrics: Metrics) -> None:
                        f"{loss_text(loss, data)}{at_first}")
         model += "/best"
     command = f"python sample.py --model {shlex.quote(model)}"
-    if config.sample_prompt:
+    prompt = config.sample_prompt.strip()           # without the end of its line
+    if prompt:
         # With =, because argparse takes a word that begins with a dash for a flag.
-        command += f" --prompt={quoted(config.sample_prompt)}"
+        command += f" --prompt={shlex.quote(prompt)}"
     process.print0(f"next: {command}")
 
 

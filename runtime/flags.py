@@ -13,24 +13,6 @@ from runtime.recipe import Recipe
 from runtime.tokenizer import VOCAB_SIZE
 
 
-# nanoGPT's names of flags, and what does the same here.
-NANOGPT_FLAGS = {
-    "dataset": "--data",
-    "decay_lr": "--min_lr, which is --max_lr where the rate is to be constant",
-    "dropout": "fewer --max_steps against overfitting, because no model here has dropout",
-    "eval_interval": "--val_every",
-    "eval_iters": "--val_tokens",
-    "gradient_accumulation_steps": "--total_batch_size, the tokens of a step",
-    "init_from": "--init; the same command resumes",
-    "learning_rate": "--max_lr",
-    "lr_decay_iters": "--max_steps",
-    "max_iters": "--max_steps",
-    "out_dir": "--out",
-    "wandb_log": "--wandb",
-    "warmup_iters": "--warmup_steps",
-}
-
-
 @dataclasses.dataclass(frozen=True)
 class FlagTable:
     """All that gives a flag its value, but for the command line and a checkpoint."""
@@ -42,7 +24,6 @@ class FlagTable:
     def parse(self, description: str, argv: list[str] | None) -> dict:
         """{name: value} of the flags on the command line."""
         parser = FlagParser(
-            NANOGPT_FLAGS,
             prog="train_gpt2.py",
             usage="%(prog)s [flags]",
             description=description,
@@ -224,7 +205,9 @@ def add_flag(group, f: dataclasses.Field, recipes: dict[str, Recipe]) -> None:
     options = dict(default=argparse.SUPPRESS, help=help_text(f, recipes))
 
     if f.type is bool:
-        group.add_argument(f"--{f.name}", action="store_true", **options)
+        # As in nanoGPT it may be written as --compile=False, too.
+        group.add_argument(f"--{f.name}", nargs="?", const=True, type=true_or_false,
+                           metavar="BOOL", **options)
         if f.default is not False:
             options["help"] = f"Turn --{f.name} off."
             group.add_argument(f"--no_{f.name}", dest=f.name, action="store_false", **options)
@@ -239,6 +222,12 @@ def add_flag(group, f: dataclasses.Field, recipes: dict[str, Recipe]) -> None:
         if "bare" in f.metadata:
             options.update(nargs="?", const=f.metadata["bare"])
         group.add_argument(f"--{f.name}", **options)
+
+
+def true_or_false(text: str) -> bool:
+    if text not in ("True", "False"):
+        raise argparse.ArgumentTypeError(f"{text} is neither True nor False")
+    return text == "True"
 
 
 def value_parser(kind: type, word: str | None) -> Callable:

@@ -405,10 +405,6 @@ PEAK_TFLOPS = {
 USUAL_PEAK = 100e12         # FLOP/s, of a GPU that PEAK_TFLOPS does not list
 COMPILE_SECONDS = 5.0       # see compiling_pays
 
-# FLOP/s of one core, more than any reaches in training: AVX-512 at 3 GHz has 1.9e11 in float32, and
-# AMX comes to a few 1e11 in the 16-bit matrix products of GPT-2.
-CORE_FLOPS = {"float32": 2e11, "bfloat16": 1e12, "float16": 1e12}
-
 
 @functools.cache
 def peak_flops(device: str) -> float | None:
@@ -420,10 +416,3 @@ def peak_flops(device: str) -> float | None:
         if re.fullmatch(pattern, name):
             return tflops * 1e12
     return None
-
-
-def least_cpu_seconds(flops: float, dtype: str, processes: int = 1) -> float:
-    """The least seconds that `flops` take on a CPU, with torch's threads in each process."""
-    # This is for a warning: it must not call a run slow that is not, and must need no measurement,
-    # which would take a minute at 124M.
-    return flops / (CORE_FLOPS[dtype] * torch.get_num_threads() * processes)

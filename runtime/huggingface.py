@@ -267,14 +267,11 @@ def export_modern(model) -> tuple[dict, dict]:
 @torch.no_grad()
 def check_formula(model, config: dict, weights: dict) -> None:
     """UserError unless the model's logits are those that config.json and the weights mean."""
+    meant = f"those of {ASSETS / MODELING}"
+    remedy = "change that file, too"
     if model.recipe == "gpt2":
         meant = "GPT-2's"
         remedy = "give it a recipe with a class of its own (CONTRIBUTING.md)"
-        logits_by_formula = gpt2_logits
-    else:
-        meant = f"those of {ASSETS / MODELING}"
-        remedy = "change that file, too"
-        logits_by_formula = modern_logits
 
     # The folder has float32. In bfloat16 rounding would hide a small change.
     if model.lm_head.weight.dtype != torch.float32:
@@ -289,12 +286,12 @@ def check_formula(model, config: dict, weights: dict) -> None:
 
     found = model(idx)[0][..., :V]                                              # (1, T, V)
     try:
-        expected = logits_by_formula(config, weights, idx)
+        expected = logits_in_transformers(config, weights, idx)
     except ModuleNotFoundError as error:
         print_error(f"the model is exported without a check of its code, because {error.name} is "
                     f"not installed: pip install {error.name}")
         return
-    except (AttributeError, KeyError, RuntimeError) as error:
+    except (AttributeError, RuntimeError) as error:
         raise UserError(f"the model's weights are not {meant} ({brief_error(error)}): "
                         f"{remedy}") from None
 
@@ -304,44 +301,24 @@ def check_formula(model, config: dict, weights: dict) -> None:
                         f"{remedy}")
 
 
-def gpt2_logits(config: dict, weights: dict, idx: Tensor) -> Tensor:
-    """GPT-2's logits of idx (B, T), from what export_gpt2 returns: (B, T, vocab_size).
+def logits_in_transformers(config: dict, weights: dict, idx: Tensor) -> Tensor:
+    """What transformers computes from what is exported: the logits of idx (B, T)."""
+    import transformers
 
-    This is GPT-2 once more, because who changes model.py does not change this.
-    """
-    def linear(x, name):
-        return x @ weights[f"{name}.weight"] + weights[f"{name}.bias"]
-
-    def layer_norm(x, name):
-        return F.layer_norm(x, (C,), weights[f"{name}.weight"], weights[f"{name}.bias"])
-
-    B, T = idx.shape
-    C, nh = config["n_embd"], config["n_head"]
-    gelu = ACTIVATIONS[config["activation_function"]]
-
-    x = weights["wte.weight"][idx] + weights["wpe.weight"][:T]                  # (B, T, C)
-    for i in range(config["n_layer"]):
-        qkv = linear(layer_norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn")        # (B, T, 3 C)
-        q, k, v = qkv.view(B, T, 3, nh, C // nh).permute(2, 0, 3, 1, 4)         # (B, nh, T, hs)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + linear(y.transpose(1, 2).flatten(2), f"h.{i}.attn.c_proj")
-
-        y = linear(layer_norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc")             # (B, T, 4 C)
-        x = x + linear(F.gelu(y, approximate=gelu), f"h.{i}.mlp.c_proj")
-    return layer_norm(x, "ln_f") @ weights["wte.weight"].T
-
-
-def modern_logits(config: dict, weights: dict, idx: Tensor) -> Tensor:
-    """What transformers computes by MODELING, from what export_modern returns."""
-    spec = importlib.util.spec_from_file_location("modeling_modern", ASSETS / MODELING)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = transformers
+    if "auto_map" in config:
+        spec = importlib.util.spec_from_file_location("modeling_modern", ASSETS / MODELING)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
 
     cls = getattr(module, config["architectures"][0])
-    with torch.device("meta"):                  # the weights are there
-        model = cls(cls.config_class(**config))
-    model.load_state_dict(weights, assign=True)
-    return model(idx).logits
+    model = cls(cls.config_class(**config))
+    part = model
+    if config["model_type"] == "gpt2":          # its file has the names of the model in the model
+        part = model.transformer
+    part.load_state_dict(weights, assign=True)
+    model.tie_weights()
+    return model.eval()(idx).logits
 
 
 def save_model(model, folder: str | Path) -> None:

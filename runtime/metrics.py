@@ -78,9 +78,8 @@ class Metrics(Sequence):
         """
         rows = [i for i, value in enumerate(self.columns[column]) if math.isfinite(value)]
         if column == "val":
-            # As text, because nan, where nobody knows them, is not equal to itself.
             val_tokens = self.columns["val_tokens"]
-            rows = [i for i in rows if str(val_tokens[i]) == str(val_tokens[rows[-1]])]
+            rows = [i for i in rows if val_tokens[i] == val_tokens[rows[-1]]]
         return [(self.columns[over][i], self.columns[column][i]) for i in rows]
 
     def lowest(self, steps: Collection[int] | None = None) -> tuple[float, int] | None:
@@ -106,15 +105,12 @@ def read_lines(path: str | Path) -> dict[int, str]:
     # UTF-8 may begin with a mark. What is no UTF-8 is no number either.
     with open(path, encoding="utf-8-sig", errors="replace", newline="\n") as file:
         header = file.readline().rstrip("\r\n")
-        missing = ""
-        if header == HEADER.removesuffix(",val_tokens"):        # that of a run before 2026-11-28
-            missing = ","
-        elif header != HEADER:
+        if header != HEADER:
             raise ValueError(f"its first line: expected {HEADER}, found {header[:80]!r}")
         lines = {}
         for line in file:
             if line.endswith("\n"):                 # a crash can cut off the last one
-                line = line.rstrip("\r\n") + missing
+                line = line.rstrip("\r\n")
                 lines[int(line.partition(",")[0])] = line
     return lines
 

@@ -57,14 +57,6 @@ def name_of_start(store: dist.Store, process: Process, timeout: timedelta) -> st
     return own_name
 
 
-def store_of_torchrun() -> dist.Store | None:
-    """The store of torchrun's agent, which outlives a restart of the ranks; None without one."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    store, _, _ = next(dist.rendezvous("env://"))
-    return store
-
-
 # ----------------------------------------------------------------------- machines that are gone
 
 def watch_machines(process: Process) -> None:

@@ -8,14 +8,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 
 from runtime.checkpoint import Start, choose_checkpoint, is_finite
 from runtime.cli import RunError, UserError, brief_error, error_of_the_system, print_error
 from runtime.files import (
-    RUN_LOCK,
     checkpoints,
     is_there,
     lock_folder,
@@ -28,13 +26,11 @@ from runtime.files import (
     what_resumes,
 )
 from runtime.metrics import FORMATS, HEADER, REMEDY, Metrics, line_of, read_lines
-from runtime.network import store_of_torchrun
 from runtime.plots import plot_run
 
 # What a run writes beside its checkpoints.
 RUN_FILES = ("metrics.csv", "loss.png", "wandb_id")
 PICTURE_SECONDS = 60.0          # at least, between two pictures of a run
-CACHED_SECONDS = 60.0           # after them other machines see a new file on a network's disk
 
 
 class Output:
@@ -68,7 +64,7 @@ class Output:
         if not self.config.out or not self.process.is_master:
             return
 
-        self.lock = lock_run(self.out, store_of_torchrun())
+        self.lock = lock_folder(self.out)
         if choose_checkpoint(self.config) != start.path:
             # The other run saved a checkpoint after this one had chosen where to begin.
             raise RunError(f"another run has just ended in {self.out}: run the same command again")
@@ -79,22 +75,6 @@ class Output:
         self.continue_metrics(start.step)
         if self.config.wandb:
             self.wandb = open_wandb(self.out.resolve(), vars(self.config), resumes=start.step > 0)
-
-    def warn_unless_shared(self) -> None:
-        """Warns if other machines do not see the folder in which rank 0 writes: none could resume.
-
-        All ranks call it, after `open`. On a network file system it may take CACHED_SECONDS.
-        """
-        machines = self.process.machines
-        if not self.config.out or len(set(machines)) <= 1:
-            return
-        name = self.process.from_master(self.lock and Path(self.lock.name).name)
-        seen = self.process.gather(wait_for(name, self.out, CACHED_SECONDS))
-        blind = {machine for machine, sees in zip(machines, seen, strict=True) if not sees}
-        if blind and self.process.is_master:
-            print_error(f"warning: {self.out} is another folder on {', '.join(sorted(blind))}: "
-                        "put --out on a file system that all machines share, or the run may not "
-                        "resume")
 
     # ------------------------------------------------------------------------- metrics.csv
 
@@ -323,35 +303,6 @@ class Output:
             if isinstance(error, OSError):
                 error = RunError(str(error_of_the_system(error)))
             raise type(error)(f"{error}. {what_resumes(self.out)}") from None
-
-
-def lock_run(out: Path, store) -> BinaryIO:
-    """lock_folder, of the folder of a run.
-
-    RunError where torchrun has restarted the ranks and the folder has lost their lock, as if a
-    mount had ended: they would begin anew, on the disk below. `store` is torchrun's, which outlives
-    a restart, or None.
-    """
-    key = f"{out} has been locked"
-    if store and store.check([key]) and not is_there(out / RUN_LOCK):
-        raise RunError(f"{out} has lost the run that was there before torchrun restarted it: check "
-                       "the disk or the mount; the same command goes on")
-    lock = lock_folder(out)
-    if store:
-        store.set(key, "yes")
-    return lock
-
-
-def wait_for(name: str, folder: Path, seconds: float) -> bool:
-    """Whether the folder has this file, now or within so many seconds."""
-    deadline = time.monotonic() + seconds
-    while True:
-        with suppress(OSError):                 # the folder is not there
-            if name in os.listdir(folder):      # unlike exists(), asks a network file system anew
-                return True
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.5)
 
 
 def keep_aside(out: Path, say: Callable[[str], None]) -> None:

@@ -145,7 +145,6 @@ def model_from_checkpoint(
 
         if recipe == "gpt2":
             weights = gpt2_in_our_names(weights)
-        weights = cls.add_missing(weights, config)
         return build_model(cls, config, weights)
 
 

@@ -1,7 +1,5 @@
 """The tests import the scripts from the folder above, without the network or a user's hub cache."""
-import importlib.util
 import os
-import re
 import sys
 import tempfile
 from pathlib import Path
@@ -20,52 +18,6 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # else each process that compiles starts up to six others, which import torch and try
 # a vector instruction
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
-
-# A test that needs a package which is not installed here is skipped, and a file that imports it
-# at its top
-OPTIONAL = ("datasets", "gigatoken", "hypothesis", "matplotlib", "pyarrow", "transformers")
-MISSING = {name for name in OPTIONAL if not importlib.util.find_spec(name)}
-
-
-def reason_to_skip(error):
-    """Which missing package has made this exception, in a few words; None for another one.
-
-    What a process of a test has printed may name it.
-    """
-    while error:
-        for name in re.findall(r"(?:No module named \\?'|pip install )(\w+)", str(error)):
-            if name in MISSING:
-                return f"needs the package {name}"
-        error = error.__cause__ or error.__context__
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(collector):
-    report = yield
-    reason = report.failed and reason_to_skip(report.call.excinfo.value)
-    if reason:
-        report.outcome, report.longrepr = "skipped", (str(collector.path), 0, f"Skipped: {reason}")
-    return report
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_setup(item):
-    return (yield from skipped_if_missing())
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item):
-    return (yield from skipped_if_missing())
-
-
-def skipped_if_missing():
-    try:
-        return (yield)
-    except Exception as error:
-        if reason := reason_to_skip(error):
-            pytest.skip(reason)
-        raise
-
 
 # The files that take or wait long, the longest first: a worker gets a file at a time (--dist
 # loadfile), so that what its tests share is made once, and the short ones at the end fill
@@ -118,9 +70,7 @@ def gpt2():
 @pytest.fixture(scope="session")
 def encoder():
     from runtime.tokenizer import Encoder
-    found = Encoder()
-    assert found.gigatoken or "gigatoken" in MISSING
-    return found
+    return Encoder()
 
 
 @pytest.fixture(scope="session")

@@ -146,12 +146,6 @@ def test_a_path_in_out_is_refused_unless_it_is_the_newest(header, a_copy, monkey
     assert contents(a_copy) == before
 
 
-def test_to_go_back_one_adds_another_out(byte_data, a_run, tmp_path):
-    older = a_run / "checkpoint_000001.pt"
-    train("--data", byte_data, "--resume", older, "--out", tmp_path, "--batch_size", 4)
-    assert logged(tmp_path) == {step: logged(a_run)[step] for step in (1, 2, 3)}
-
-
 @pytest.mark.parametrize("given", ["nowhere", "empty", "empty/checkpoint_000777.pt", "gpt2", "."])
 def test_a_resume_from_what_is_no_checkpoint_is_refused(given, header, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -362,34 +356,14 @@ def test_a_run_from_init_is_continued_by_the_same_command(byte_data, a_run, head
 
 # ----------------------------------------------------------------------- damage
 
-def cut_off(path):
-    path.write_bytes(path.read_bytes()[:-1000])
-
-
 def flip_a_bit(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
 
 
-def empty(path):
-    path.write_bytes(b"")
-
-
-def replace_by_text(path):
-    path.write_text("not a checkpoint")
-
-
-def keep_weights_only(path):
-    change(path, lambda content: content.pop("optimizers"))
-
-
 def number_as_text(path):
     change(path, lambda content: content.update(step="4"))
-
-
-def flag_of_another_type(path):
-    change(path, lambda content: content["config"].update(max_steps="4"))
 
 
 def flag_of_no_choice(path):
@@ -401,9 +375,7 @@ def without_moments(path):
 
 
 @pytest.mark.parametrize("damage", [
-    cut_off, flip_a_bit, empty, replace_by_text, keep_weights_only, number_as_text,
-    flag_of_another_type, flag_of_no_choice, without_moments,
-])
+    flip_a_bit, number_as_text, flag_of_no_choice, without_moments])
 def test_a_damaged_newest_checkpoint_is_refused_and_the_one_before_named(damage, a_copy, header):
     """It is never passed over in silence, which would run steps again without a word."""
     damage(a_copy / "checkpoint_000004.pt")
@@ -422,8 +394,8 @@ def test_a_command_that_meets_a_flipped_bit_ends_with_exit_code_2(byte_data, a_c
     refused(lambda: result, "checkpoint_000004.pt", "checkpoint_000003.pt")
 
 
-@pytest.mark.parametrize("key", ["weights", "exp_avg", "exp_avg_sq", "step"])
-@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+@pytest.mark.parametrize("key, number", [
+    ("weights", torch.nan), ("exp_avg", torch.inf), ("step", torch.nan)])
 def test_a_checkpoint_with_a_number_that_is_not_finite_is_refused(key, number, a_copy, header):
     name = "transformer.ln_f.weight"
 
@@ -442,7 +414,7 @@ def test_a_checkpoint_with_a_number_that_is_not_finite_is_refused(key, number, a
 def test_the_only_checkpoint_that_is_damaged_is_refused_with_a_way_on(a_copy, header):
     for step in (1, 2, 3):
         (a_copy / f"checkpoint_{step:06d}.pt").unlink()
-    cut_off(a_copy / "checkpoint_000004.pt")
+    flip_a_bit(a_copy / "checkpoint_000004.pt")
     refused(lambda: header("--out", a_copy), "checkpoint_000004.pt", "another --out")
 
 
@@ -503,31 +475,15 @@ def reverse(path):
     np.save(path, np.load(path)[::-1].copy())
 
 
-def change_one_token(path):
-    shard = np.load(path)
-    shard[700] = 9
-    np.save(path, shard)
-
-
 def shorten(path):
     np.save(path, np.load(path)[:-40])
-
-
-def copy_it(path):
-    shutil.copy(path, path.with_name("text_train_000004.npy"))
 
 
 def rename_it_to_the_end(path):
     path.rename(path.with_name("text_train_000004.npy"))
 
 
-def remove(path):
-    path.unlink()
-
-
-@pytest.mark.parametrize("damage", [
-    reverse, change_one_token, shorten, copy_it, rename_it_to_the_end, remove,
-])
+@pytest.mark.parametrize("damage", [reverse, shorten, rename_it_to_the_end])
 def test_other_data_than_the_runs_is_refused(damage, byte_data, a_run, header, tmp_path):
     data = shutil.copytree(byte_data, tmp_path / "data")
     damage(data / "text_train_000002.npy")

@@ -390,15 +390,15 @@ def test_samples_begin_with_the_first_line_of_the_validation_shards(words, tmp_p
     train(*flags, "--max_steps", 1, "--out", tmp_path / "auto")
     text = capsys.readouterr().out
     assert "\nsample 0: First Citizen:\n" in text
-    assert text.endswith("/best --prompt=$'First Citizen:\\n'\n")
+    assert text.endswith("/best --prompt='First Citizen:'\n")
     assert saved(tmp_path / "auto")["config"]["sample_prompt"] == "auto"
 
-    train(*flags, "--max_steps", 1, "--out", tmp_path / "typed", "--sample_prompt", "\n")
-    assert capsys.readouterr().out.endswith("/best --prompt=$'\\n'\n")
+    train(*flags, "--max_steps", 1, "--out", tmp_path / "typed", "--sample_prompt", "To be\n")
+    assert capsys.readouterr().out.endswith("/best --prompt='To be'\n")
     train(*flags, "--max_steps", 2, "--out", tmp_path / "typed")
     text = capsys.readouterr().out
-    assert "\nsample 0: \n" in text
-    assert text.endswith("/best --prompt=$'\\n'\n")
+    assert "\nsample 0: To be\n" in text
+    assert text.endswith("/best --prompt='To be'\n")
 
 
 def test_finetuning_starts_where_the_weights_ended(evaluated_run, words, tmp_path, capsys):
@@ -428,16 +428,15 @@ def evaluated_loss(text):
     return float(loss)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
 def test_eval_only_has_the_loss_of_the_runs_newest_checkpoint_and_writes_nothing(
-        processes, evaluated_run, words):
+        evaluated_run, words):
     """Or of the model of --init, whatever is in --out, and whatever the training shards are."""
     losses = logged(evaluated_run, "val")
     before = contents(evaluated_run)
     flags = ["--eval_only", "--val_tokens", 5 * T, "--out", evaluated_run]
 
     for init, step in ([], 5), (["--init", evaluated_run / "checkpoint_000004.pt"], 4):
-        text = run(*words[:2], *flags, *init, processes=processes).stdout
+        text = run(*words[:2], *flags, *init, processes=2).stdout
         assert evaluated_loss(text) == pytest.approx(losses[step], abs=1e-4)
         assert f"checkpoint_{step:06d}.pt" in text
         assert f"{5 * T} tokens" in text

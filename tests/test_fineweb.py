@@ -405,7 +405,7 @@ def test_without_gigatoken_a_line_says_that_tiktoken_is_slow(text, encoder, monk
     ("--val_input a.txt --val_tokens 5 --out out", "--val_tokens"),
     ("--val_input a.txt --name x --out out", "--name"),
     ("--input a.txt --out=", "--out"), ("--input= --out out", "--input"),
-    ("--input a.txt --separator --- --out out", "--separator=---"),
+    ("--input a.txt --separator --- --out out", "--separator"),
     ("--input a.txt --name x --out out", "--name"), ("--verify x --split y", "--split"),
     ("--input a.txt --dataset a/b --out out", "--dataset"),
     ("--pretokenized 9 --split y", "--split"),

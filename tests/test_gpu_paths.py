@@ -4,7 +4,6 @@ import os
 import pytest
 import torch
 
-from runtime import console
 from runtime.dataloader import to_device
 from runtime.hardware import configure_allocator, is_out_of_memory
 
@@ -65,19 +64,3 @@ def test_only_pinned_memory_is_copied_while_the_program_goes_on(is_pinned, monke
     monkeypatch.setattr(torch.Tensor, "to", remember)
     to_device(torch.zeros(2, 5, dtype=torch.int32), "cpu")
     assert how == [is_pinned]
-
-
-# ----------------------------------------------------------------------- bfloat16 on a CPU
-
-@pytest.mark.parametrize("dtype, has_bfloat16, expected", [
-    ("bfloat16", False, True),
-    ("bfloat16", True, False),
-    ("float32", False, False),
-])
-def test_a_line_says_that_a_cpu_has_no_bfloat16(dtype, has_bfloat16, expected, monkeypatch):
-    monkeypatch.setattr(console, "cpu_has_bfloat16", lambda: has_bfloat16)
-    said = []
-    console.warn_of_slow_dtype("cpu", dtype, said.append)
-    assert bool(said) == expected
-    if expected:
-        assert "--dtype float32" in said[0]

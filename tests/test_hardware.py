@@ -30,7 +30,6 @@ from runtime.hardware import (
     device_name,
     fits_in_memory,
     is_out_of_memory,
-    least_cpu_seconds,
     memory_errors,
     peak_flops,
     peak_memory,
@@ -242,12 +241,6 @@ def test_auto_is_bfloat16_where_the_hardware_has_it(
     assert choose_dtype("auto", device.removesuffix(" of ARM")) == expected
 
 
-@pytest.mark.parametrize("device", ["cuda:0", "cpu", "mps"])
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
-def test_a_dtype_that_the_user_names_is_taken_on_any_device(name, device):
-    assert choose_dtype(name, device) == name
-
-
 @pytest.mark.parametrize("features, expected", [
     ({"avx512_bf16": True, "amx_bf16": False}, True),
     ({"avx512_bf16": False, "amx_bf16": True}, True),
@@ -260,11 +253,6 @@ def test_a_cpu_has_bfloat16_by_one_of_its_instructions(features, expected, monke
     assert cpu_has_bfloat16() is expected
 
 
-def test_a_gpu_is_named_by_its_model(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"card {device[5:]}")
-    assert device_name("cuda:3") == "card 3"
-
-
 @pytest.mark.parametrize("cpuinfo, name", [
     ("vendor_id\t: X\nmodel\t\t: 1\nmodel name\t: Some CPU @ 2 GHz\nstepping\t: 3\n",
      "Some CPU @ 2 GHz"),
@@ -273,14 +261,6 @@ def test_a_gpu_is_named_by_its_model(monkeypatch):
 def test_a_cpu_is_named_by_its_model_where_linux_tells_it(cpuinfo, name, monkeypatch):
     monkeypatch.setattr(Path, "read_text", lambda path: cpuinfo)
     assert device_name("cpu") == name
-
-
-def test_elsewhere_a_cpu_is_named_by_its_architecture(monkeypatch):
-    def read_text(path):
-        raise FileNotFoundError(path)
-
-    monkeypatch.setattr(Path, "read_text", read_text)
-    assert device_name("cpu") == platform.machine()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows does not tell it")
@@ -295,11 +275,6 @@ def test_the_peak_of_memory_is_in_bytes_on_each_system(system, unit, monkeypatch
     monkeypatch.setattr(sys, "platform", system)
     monkeypatch.setattr(resource, "getrusage", getrusage)
     assert peak_memory("cpu") == 777 * unit
-
-
-def test_the_peak_of_a_gpu_is_what_torch_has_reserved(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: int(device[5:]))
-    assert peak_memory("cuda:5") == 5
 
 
 def print_resident_memory_beside_an_array():
@@ -422,7 +397,7 @@ def test_the_first_micro_batch_that_a_gpu_tries_is_the_largest_that_fits(
     assert card.tried == [expected]
 
 
-@pytest.mark.parametrize("gigabytes", range(6, 200, 5))
+@pytest.mark.parametrize("gigabytes", range(6, 200, 20))
 @pytest.mark.parametrize("what", COUNTED)
 def test_the_first_guess_is_never_too_small_and_at_most_half_too_large(
     what, gigabytes, monkeypatch
@@ -821,11 +796,3 @@ def test_what_the_user_says_about_compiling_counts(compile, gpu_name):
     gpu_name("NVIDIA A100-SXM4-80GB")
     assert compile_chosen(compile, Process(device="cuda:0"), 0.1) is compile
     assert compile_chosen(compile, Process(device="cuda:0"), 1e9) is compile
-
-
-@pytest.mark.parametrize("dtype, flops_of_core", [
-    ("float32", 2e11), ("bfloat16", 1e12), ("float16", 1e12)])
-def test_a_cpu_needs_at_least_the_time_of_all_its_cores(dtype, flops_of_core, monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    assert least_cpu_seconds(600 * flops_of_core, dtype) == pytest.approx(150)
-    assert least_cpu_seconds(600 * flops_of_core, dtype, processes=3) == pytest.approx(50)

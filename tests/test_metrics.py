@@ -101,14 +101,6 @@ def test_a_damaged_or_foreign_file_is_a_mistake_that_names_it_and_the_remedy(tex
     assert str(path) in str(error.value)
 
 
-def test_a_file_of_before_val_tokens_is_read_and_its_losses_compared(path):
-    header = HEADER.removesuffix(",val_tokens")
-    path.write_text(f"{header}\n0,0,0.0,,4.5,,,,\n1,8,0.1,,4.25,,,,\n2,16,0.2,,4.75,,,,\n")
-    metrics = read_metrics(path)
-    assert [row["val_tokens"] for row in metrics] == [None, None, None]
-    assert metrics.lowest() == (4.25, 1)
-
-
 @pytest.mark.parametrize("line, number", [("7,2,3,4", 4), ("7,0,0,4.0,,,0.1,1.0,50,,6", 11)])
 def test_a_row_with_another_number_of_cells_is_told_as_that(line, number, path):
     path.write_text(f"{HEADER}\n{line}\n")

@@ -28,7 +28,7 @@ from helpers import (
     striking,
 )
 
-from runtime import network, output
+from runtime import network
 from runtime.cli import RunError
 from runtime.ranks import Process
 
@@ -241,15 +241,10 @@ def name_machines():
     socket.gethostname = lambda: name
 
 
-def expect_no_cache():
-    """For `before`: a file that is there is seen at once."""
-    output.CACHED_SECONDS = 0
-
-
 def on_nodes(*flags, before=(), **options):
     """The stdout and stderr of rank 0 of three."""
     calls = [command("train_gpt2.py", *RUN, "--max_steps", 4, *flags)] * 3
-    before = [name_machines, expect_no_cache, *before]
+    before = [name_machines, *before]
     results = on_ranks(*calls, before=before, **options)
     assert [code for code, _, _ in results] == [0, 0, 0], results
     _, stdout, stderr = results[0]
@@ -262,17 +257,3 @@ def test_the_header_counts_machines_and_a_signal_is_traced_to_its_rank(byte_data
     assert stdout.startswith("3 processes (2 machines) on cpu")
     assert "stopped by SIGUSR1 (process 2 on node1) after 3 of 4 steps" in stdout
     assert stderr == ""
-
-
-def test_an_out_that_other_machines_do_not_see_is_told_at_the_start(byte_data, tmp_path):
-    folders = []
-    for name in ("first", "same", "other"):
-        folders.append(tmp_path / name)
-    folders[0].mkdir()
-    folders[1].symlink_to(folders[0])
-    folders[2].mkdir()
-
-    _, stderr = on_nodes("--data", byte_data, "--out", "log", cwds=folders)
-
-    assert stderr.count("\n") == 1
-    assert "node1" in stderr and "node0" not in stderr

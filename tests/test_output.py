@@ -1,25 +1,17 @@
 """runtime/output.py: what a run writes into --out, and what it leaves alone there."""
-import contextlib
 import errno
 import functools
 import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
 import threading
-from dataclasses import asdict
-from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from helpers import (
     BYTES,
-    ENV,
     contents,
     limit_file_size,
     logged,
@@ -36,7 +28,6 @@ from peers import make_model
 import runtime.output
 import train_gpt2
 from config import Config
-from model import GPT, GPTConfig
 from recipes import load_model
 from runtime import files
 from runtime.checkpoint import Start
@@ -45,7 +36,6 @@ from runtime.files import lock_folder
 from runtime.metrics import HEADER, read_metrics
 from runtime.output import Output
 from runtime.ranks import Process
-from runtime.shards import write_shard
 
 SHORT = [*BYTES, "--max_steps", 4, "--val_every", 0, "--device", "cpu", "--batch_size", 8,
          "--checkpoint_every", 2, "--keep_checkpoints", "all"]
@@ -149,17 +139,6 @@ def test_files_that_are_set_aside_get_a_number_that_is_free_for_all_of_them(byte
 
 
 # ----------------------------------------------------------------------- the lock
-
-def test_a_second_run_in_the_same_folder_is_refused_and_writes_nothing(
-        byte_data, tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "LOCK_PATIENCE", 0.1)
-    flags = ["--data", byte_data, *SHORT, "--out", tmp_path]
-    with lock_folder(tmp_path):
-        refused(lambda: train(*flags), f"--out {tmp_path}", "another")
-        assert list(contents(tmp_path)) == [LOCK]
-    train(*flags)
-    assert saved_steps(tmp_path) == [2, 4]
-
 
 def test_a_run_is_not_disturbed_by_one_that_starts_in_its_folder(byte_data, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "LOCK_PATIENCE", 0.1)
@@ -334,68 +313,6 @@ def test_a_metrics_csv_that_is_gone_is_not_begun_anew_by_its_run(tmp_path, model
 
 
 # ----------------------------------------------------------------------- which checkpoints stay
-
-@pytest.fixture
-def worse_and_worse(tmp_path):
-    """Flags of a run whose validation loss rises in each step.
-
-    It begins with a model that expects nines, which are in the validation, and trains on sevens.
-    """
-    write_shard(tmp_path / "x_train_000001.npy", np.full(2000, 7, np.uint16))
-    write_shard(tmp_path / "x_val_000000.npy", np.full(2000, 9, np.uint16))
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(32, 256, 2, 2, 32))
-    with torch.no_grad():
-        model.transformer.ln_f.bias.copy_(12 * model.transformer.wte.weight[9].sign())
-    torch.save({"model": model.state_dict(), "model_config": asdict(model.config),
-                "recipe": "gpt2"}, tmp_path / "start.pt")
-    return [*SHORT, "--data", tmp_path, "--init", tmp_path / "start.pt", "--max_lr", 0.01,
-            "--min_lr", 0.01, "--warmup_steps", 0, "--max_steps", 6, "--val_every", 1,
-            "--val_tokens", 32]
-
-
-@pytest.mark.parametrize("keep, steps", [(1, [1, 6]), (3, [1, 4, 5, 6])])
-def test_the_best_checkpoint_is_kept_beside_the_newest(keep, steps, worse_and_worse, tmp_path):
-    train(*worse_and_worse, "--checkpoint_every", 1, "--keep_checkpoints", keep,
-          "--out", tmp_path / "log")
-    losses = logged(tmp_path / "log", "val")
-    assert all(losses[step] < losses[step + 1] for step in range(6))
-    assert saved_steps(tmp_path / "log") == steps
-
-
-@pytest.mark.parametrize("every, keep, steps", [
-    (2, 1, [2, 6]), (2, "all", [2, 4, 6]), (6, 1, [6]), (0, 1, []),
-])
-def test_the_best_checkpoint_is_the_best_of_those_that_there_are(
-        every, keep, steps, worse_and_worse, tmp_path):
-    """The best step, the first one, has none."""
-    out = tmp_path / "log"
-    train(*worse_and_worse, "--checkpoint_every", every, "--keep_checkpoints", keep, "--out", out)
-    assert saved_steps(out) == steps
-
-
-def test_the_best_checkpoint_is_named_and_loaded_as_best(worse_and_worse, tmp_path, capsys):
-    out = tmp_path / "log"
-    train(*worse_and_worse, "--checkpoint_every", 2, "--keep_checkpoints", 1, "--out", out)
-
-    text = capsys.readouterr().out
-    losses = logged(out, "val")
-    assert f"{out}/checkpoint_000002.pt, validation loss {losses[2]:.4f}" in text
-    assert f"{losses[0]:.4f} at step 0; training has raised the loss: lower --max_lr" in text
-    expected = torch.load(out / "checkpoint_000002.pt", weights_only=True)["model"]
-    for name, tensor in load_model(out / "best").state_dict().items():
-        assert torch.equal(tensor, expected[name])
-
-
-def test_a_resumed_run_still_knows_its_best_checkpoint(worse_and_worse, tmp_path, capsys):
-    flags = [*worse_and_worse, "--checkpoint_every", 1, "--keep_checkpoints", 1,
-             "--out", tmp_path / "log"]
-    train(*flags, "--max_steps", 3)
-    train(*flags, "--max_steps", 6)
-    assert saved_steps(tmp_path / "log") == [1, 6]
-    assert "best checkpoint: " + str(tmp_path / "log/checkpoint_000001.pt") in (
-        capsys.readouterr().out)
-
 
 @pytest.fixture
 def with_losses(byte_data, tmp_path, monkeypatch):
@@ -687,76 +604,6 @@ def test_the_error_of_a_run_is_told_where_what_resumes_cannot_be_found_out(tmp_p
 
     line = refused(lose_the_disk, "the loss is nan", tmp_path, "not connected", failed=True)
     assert "from the beginning" not in line
-
-
-def test_a_restart_by_torchrun_does_not_begin_anew_in_a_folder_that_has_lost_its_run(
-        byte_data, tmp_path):
-    """As where the mount of --out has ended."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    env = {**ENV, "TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "0", "WORLD_SIZE": "1",
-           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    flags = ["--data", byte_data, *SHORT, "--out", tmp_path / "log"]
-    run(*flags, env=env, code=-9, before=striking("step 1", "SIGKILL"))
-    run(*flags, env=env, code=-9, before=striking("step 3", "SIGKILL"))
-
-    shutil.rmtree(tmp_path / "log")
-    refused(lambda: run(*flags, env=env, code=1), tmp_path / "log", "the mount", failed=True)
-    assert not (tmp_path / "log").exists()
-    run(*flags)                             # typed again, which no store remembers
-
-
-def kill_bindfs(mount):
-    """bindfs has made itself a daemon: this looks for its mount in the command lines."""
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            words = path.read_bytes().split(b"\0")
-            if words[0] == b"bindfs" and os.fsencode(mount) in words:
-                os.kill(int(path.parent.name), signal.SIGKILL)
-
-
-@pytest.fixture
-def fuse(tmp_path):
-    """A folder, and bindfs, which shows it at `mount`."""
-    if not shutil.which("bindfs") or not os.access("/dev/fuse", os.R_OK | os.W_OK):
-        pytest.skip("needs bindfs and /dev/fuse")
-    folder, mount = tmp_path / "folder", tmp_path / "mount"
-    folder.mkdir()
-    mount.mkdir()
-
-    def start():
-        mounted = subprocess.run(["bindfs", folder, mount], capture_output=True, text=True)
-        if mounted.returncode != 0:
-            pytest.skip(f"bindfs cannot mount here: {mounted.stderr}")
-
-    def unmount():
-        subprocess.run(["umount", "--lazy", mount], capture_output=True)
-
-    start()
-    yield SimpleNamespace(folder=folder, mount=mount, start=start, unmount=unmount)
-    unmount()
-
-
-@pytest.mark.parametrize("what", ["--out", "--data"])
-def test_a_run_whose_mount_dies_goes_on_when_it_is_back(what, fuse, byte_data, tmp_path):
-    flags = ["--max_steps", 40, "--checkpoint_every", 10, "--keep_checkpoints", 2]
-    paths = {"--data": byte_data, "--out": tmp_path / "log"}
-    paths[what] = fuse.mount / "x"
-    if what == "--data":
-        shutil.copytree(byte_data, fuse.folder / "x")
-    words = ["--data", paths["--data"], "--out", paths["--out"], *SHORT, *flags]
-    train("--data", byte_data, "--out", tmp_path / "whole", *SHORT, *flags)
-
-    kill = functools.partial(kill_bindfs, fuse.mount)
-
-    result = run(*words, before=striking("step 15", call=kill), code=1)
-    line = refused(lambda: result, fuse.mount, "not connected", failed=True)
-    assert "from the beginning" not in line
-    refused(lambda: run(*words, code=1), fuse.mount, "not connected", "the mount", failed=True)
-
-    fuse.unmount()
-    fuse.start()
-    run(*words)
-    same_end(paths["--out"], tmp_path / "whole")
 
 
 # ----------------------------------------------------------------------- how a run ends

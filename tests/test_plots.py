@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import matplotlib.figure
 import pytest
-from helpers import BYTES, ENV, ROOT, cold, logged, train
+from helpers import BYTES, logged, train
 from peers import metrics_of
 
 from config import Config
@@ -224,60 +224,3 @@ def test_the_last_picture_has_the_whole_run_after_a_resume_too(
         losses = logged(tmp_path)
         assert curves["training loss"] == [[256 * step, losses[step]] for step in range(steps)]
         assert curves["validation loss"][-1] == [256 * steps, logged(tmp_path, "val")[steps]]
-
-
-def test_a_run_without_evaluations_has_a_picture_at_its_end(byte_data, tmp_path, figures):
-    train("--data", byte_data, *BYTES, "--max_steps", 2, "--val_every", 0, "--out", tmp_path)
-    [figure] = figures
-    assert points(figure).keys() == {"training loss"}
-
-
-def test_a_run_goes_on_without_matplotlib(byte_data, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    train("--data", byte_data, *BYTES, "--max_steps", 2, "--val_every", 1, "--out", tmp_path)
-    stdout, stderr = capsys.readouterr()
-
-    assert "done: 2 steps" in stdout
-    assert stderr.count("\n") == 1
-
-
-DRAW = """
-import sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from runtime.metrics import Metrics
-from runtime.plots import plot_run
-metrics = Metrics()
-metrics.add_line("0,0,0,5.0,,,,,,")
-plot_run(metrics, Path(sys.argv[2]), "")
-"""
-
-
-def test_a_picture_needs_no_home_and_says_nothing(tmp_path):
-    home = tmp_path / "home"
-    home.touch()                        # a file: not even root can make a folder in it
-    env = ENV | {"HOME": str(home)}
-    for name in ("MPLCONFIGDIR", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
-        env.pop(name, None)
-
-    result = cold("-c", DRAW, ROOT, tmp_path / "loss.png", env=env)
-
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
-    assert (tmp_path / "loss.png").exists()
-
-
-def test_a_picture_takes_the_place_of_the_one_before_when_it_is_whole(tmp_path, monkeypatch):
-    path = tmp_path / "loss.png"
-    plot_run(make_metrics(train=[3, 2]), path, "")
-    before = path.read_bytes()
-    savefig = matplotlib.figure.Figure.savefig
-    while_drawn = []
-
-    def noted_savefig(figure, file, **options):
-        savefig(figure, file, **options)
-        while_drawn.append(path.read_bytes())
-
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", noted_savefig)
-    plot_run(make_metrics(train=[3, 2, 1]), path, "")
-    assert while_drawn == [before]
-    assert path.read_bytes() != before
