@@ -2,7 +2,6 @@
 import math
 from dataclasses import dataclass
 
-from model import ATTENTION
 from presets import OVERFIT, PRESETS
 from recipes import RECIPES
 from runtime.cli import flag
@@ -103,7 +102,7 @@ class Config:
                          per_run=True)
     attention: str = flag("auto", SPEED, "The kernel that computes attention. 'auto' lets torch "
                           "choose, and takes 'naive' (the plain formula) where naive is faster.",
-                          choices=list(ATTENTION))
+                          choices=["auto", "naive"])
     recompute: bool = flag(False, SPEED, "Compute the blocks again in the backward pass, to save "
                            "memory (activation checkpointing).", per_run=True)
     shard_optimizer: bool = flag(False, SPEED, "Divide the optimizers' state among the processes, "

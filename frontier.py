@@ -21,9 +21,15 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import speedrun
-from model import Embedding, attention
+from model import attention
 from presets import SMALL_TEXT
-from runtime.loss import VocabularySample, gains_of_copies, logits_with_copies
+from runtime.layers import Embedding, matmul_dtype
+from runtime.loss import (
+    VocabularySample,
+    chunked_cross_entropy,
+    gains_of_copies,
+    logits_with_copies,
+)
 from runtime.recipe import Recipe, growing_batch
 from runtime.tokenizer import EOT, VOCAB_SIZE, token_bytes
 from speedrun import CastedLinear, ModernLanguageModel, SpeedrunAttention, SpeedrunBlock, norm
@@ -160,9 +166,11 @@ class Pointer(nn.Module):
         self.c_e = CastedLinear(C, C)
 
         # What has led to a token before leads to it again: so queries and keys start alike.
-        nn.init.eye_(self.c_q.weight)
-        nn.init.eye_(self.c_k.weight)
-        nn.init.zeros_(self.c_e.weight)
+        # (Not nn.init.eye_, which on "meta" imports the compiler: seconds for each model read.)
+        with torch.no_grad():
+            self.c_q.weight.zero_().fill_diagonal_(1)
+            self.c_k.weight.zero_().fill_diagonal_(1)
+            self.c_e.weight.zero_()
 
         self.scale = nn.Parameter(torch.tensor(11.0))       # a token's score is this times a cosine
         self.sentinel = nn.Parameter(torch.zeros(C))
@@ -180,8 +188,7 @@ class Pointer(nn.Module):
         k = self.c_k(x)
         e = self.c_e(e)
         if past is not None:
-            k = past.append("pointer_k", k)
-            e = past.append("pointer_e", e)
+            k, e = past.append(self, k, e)
         k = F.pad(k[:, :-1], (0, 0, 1, 0)).masked_fill(starts, 0)
         k = norm(k + e)                                                         # (B, S, C)
 
@@ -201,9 +208,11 @@ class Pointer(nn.Module):
 class FrontierGPT(ModernLanguageModel):
     """182.1M parameters at GPT-2's size: 38.6M in the bigram table, 18.2M in that of the parts."""
     recipe = "frontier"
-    lookup_tables = ("bigram", "part")
-    computed_tables = ("parts",)                # an export has no tokenizer to compute it
     softcap = 15.0                              # record 18
+
+    # A VocabularySample, if training on a CPU computes the logits of a sample of the tokens only,
+    # which changes a loss by noise. Evaluations compute all.
+    vocabulary_sample = None
 
     # As in speedrun the blocks of a new model add nothing. Nor do the tables of shared rows.
     zero_at_start = ("c_proj.weight", "bigram.weight", "part.weight")
@@ -212,9 +221,7 @@ class FrontierGPT(ModernLanguageModel):
         super().__init__(config)
         V, C = config.vocab_size, config.n_embd
         self.register_buffer("parts", parts_of_tokens(V), persistent=False)     # (2, V)
-        blocks = [
-            SpeedrunBlock(config, layer, FrontierAttention) for layer in range(config.n_layer)
-        ]
+        blocks = [SpeedrunBlock(config, FrontierAttention) for _ in range(config.n_layer)]
         self.transformer = nn.ModuleDict({
             "wte": Embedding(V, C),
             "bigram": Embedding(V, C),
@@ -223,7 +230,7 @@ class FrontierGPT(ModernLanguageModel):
         })
 
         # Tied head (record 51): a token's row learns where it is read and where it is predicted.
-        self.lm_head = CastedLinear(C, V, device="meta")
+        self.lm_head = CastedLinear(C, V)
         self.lm_head.weight = self.transformer.wte.weight
 
         # The learning rate of speedrun's embedding is 0.3 of its deviation, 1. Here the rate is
@@ -266,11 +273,9 @@ class FrontierGPT(ModernLanguageModel):
         """tokens (...) -> (..., C): the sums that embed these tokens, and that predict them."""
         return self.add_parts(self.transformer.wte(tokens), self.parts[:, tokens])
 
-    def head(self, ids=None):
+    def head(self):
         """(vocab_size, C): a token is predicted by the same sum of rows that embeds it."""
-        if ids is None:
-            return self.add_parts(self.lm_head.weight, self.parts)
-        return self.sums_of_rows(ids)
+        return self.add_parts(self.lm_head.weight, self.parts)
 
     def embed(self, tokens, T, dtype):
         # The last T tokens and the one before them, if there is one: the first pair needs it.
@@ -286,13 +291,43 @@ class FrontierGPT(ModernLanguageModel):
         starts = (tokens == EOT)[:, :, None, None]                              # (B, S, 1, 1)
         return *super().attention_inputs(tokens, T, dtype, past), starts
 
-    def add_copies(self, logits, x, tokens, past=None):
-        shares, head_share = self.copies(x, tokens, past)
-        n = logits.size(1)
-        return logits_with_copies(logits, shares[:, -n:], head_share[:, -n:], tokens)
+    def forward(self, idx, targets=None):
+        """(logits, None) without targets; (None, loss) with them, as model.GPT's.
 
-    def gains_of_copies(self, losses, x, tokens, targets):
-        return gains_of_copies(losses, *self.copies(x, tokens), tokens, targets)
+        The logits are the logarithms of probabilities.
+        """
+        x = self.hidden(idx)                                                    # (B, T, C)
+        if targets is None:
+            return logits_with_copies(self.logits(x), *self.copies(x, idx), idx), None
+
+        # The head comes first: otherwise DDP would cut the compiled model inside of blocks.
+        losses, loss = self.head_losses(x.flatten(0, 1), targets.flatten())     # (B T), ()
+        losses = losses.view_as(targets)                                        # (B, T)
+        gains = gains_of_copies(losses, *self.copies(x, idx), idx, targets)     # (B, T)
+        return None, loss - gains.sum() / (targets >= 0).sum().clamp(min=1)
+
+    def head_losses(self, x, targets):
+        is_sampled = self.vocabulary_sample and self.loss_chunk and torch.is_grad_enabled()
+        if not is_sampled:
+            return super().head_losses(x, targets)
+        ids, places, counts = self.vocabulary_sample.choose(targets)
+        head = self.sums_of_rows(ids)
+        return chunked_cross_entropy(x, head, places, self.loss_chunk, self.softcap, counts)
+
+    def token_losses(self, idx, targets, positions):
+        x = self.hidden(idx)
+        losses = self.losses_at(x, targets, positions)
+        return losses - gains_of_copies(losses, *self.copies(x, idx), idx, targets)
+
+    def next_logits(self, idx, past):
+        x = self.hidden(idx, past)                                              # (B, T, C)
+        logits = self.logits(x[:, -1:], past.once(self.head_in_matmul_dtype))
+        shares, head_share = self.copies(x, idx, past)
+        return logits_with_copies(logits, shares[:, -1:], head_share[:, -1:], idx)[:, 0]
+
+    def head_in_matmul_dtype(self):
+        head = self.head()
+        return head.to(matmul_dtype(head))      # autocast keeps only the casts of parameters
 
     def copies(self, x, tokens, past=None):
         """What the pointer returns for the last tokens, of which x (B, T, C) are hidden states."""
@@ -381,16 +416,23 @@ def read_backwards(config, sequences: int, epoch: int) -> int:
     return min(epoch, max(0, sequences - epoch))
 
 
-def look_at_text(text, sequences: int, model: FrontierGPT, config) -> None:
+def look_at_text(text, schedule, model: FrontierGPT, config) -> None:
     """Sets how a small training text is read, and for which tokens the loss computes logits."""
     # Neither has been found to help a large text: there the sample costs 0.015 nats. And --overfit
     # learns one batch by heart.
     if text.total * text.T > SMALL_TEXT or config.overfit:
         return
+    sequences = schedule.tokens_before(config.max_steps) // config.sequence_length
     text.backward = read_backwards(config, sequences, text.total)
     # On a CPU, not compiled. Of a smaller vocabulary than GPT-2's a sample would be too few tokens.
     if model.loss_chunk and config.vocab_size >= VOCAB_SIZE:
         model.vocabulary_sample = VocabularySample(text.occurrences(config.vocab_size), config.seed)
+
+
+def before_step(model: FrontierGPT, step: int, loader) -> None:
+    """Draws the sample of the vocabulary, if there is one."""
+    if model.vocabulary_sample:
+        model.vocabulary_sample.draw(step, loader.tokens_of_step(step))
 
 
 # modded-nanogpt's records up to 2026, where they help at small sizes, and more (docs/recipes.md).
@@ -402,6 +444,7 @@ RECIPE = Recipe(
     momentum=muon_momentum,
     batch_divisors=growing_batch,               # record 46
     look_at_text=look_at_text,
+    before_step=before_step,
     # A preset wins over `defaults`, but not over `rates`: the presets' rates are for AdamW.
     defaults=dict(n_head=6, max_steps=5833, weight_decay=0.0, grad_clip=math.inf),
     rates=dict(max_lr=0.02, warmup_steps=0),

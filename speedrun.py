@@ -16,8 +16,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import Embedding, LanguageModel, Linear, attention, head_size
-from runtime.matmul import linear, matmul_dtype
+from model import attention
+from runtime.language_model import LanguageModel
+from runtime.layers import Embedding, Linear, head_size, linear, matmul_dtype
+from runtime.loss import chunked_cross_entropy
 from runtime.muon import Muon
 from runtime.recipe import Recipe
 
@@ -68,9 +70,9 @@ def rotary_tables(S, T, hs, dtype, device):
 # ---------------------------------------------------------------------- blocks
 
 class SpeedrunAttention(nn.Module):
-    kernel = "auto"         # one of model.ATTENTION; LanguageModel.use_attention sets it
+    kernel = "auto"         # or "naive", by --attention
 
-    def __init__(self, config, layer):
+    def __init__(self, config):
         super().__init__()
         C = config.n_embd
         self.c_q = CastedLinear(C, C)
@@ -79,7 +81,6 @@ class SpeedrunAttention(nn.Module):
         self.c_proj = CastedLinear(C, C)
         self.lamb = nn.Parameter(torch.empty(()))       # lambda, the share of the first values
         self.n_head = config.n_head
-        self.layer = layer                              # the number of the block, from 0 on
 
     def queries_keys_values(self, x, v1, rotary, past):
         """x (B, T, C) -> q (B, T, nh, hs), k and v (B, S, nh, hs), v1 (B, T, nh, hs).
@@ -101,8 +102,7 @@ class SpeedrunAttention(nn.Module):
         q = self.norm_and_rotate(q, rotary)
         k = self.norm_and_rotate(k, rotary)
         if past is not None:
-            k = past.append(f"k{self.layer}", k)
-            v = past.append(f"v{self.layer}", v)
+            k, v = past.append(self, k, v)
         return q, k, v, v1
 
     def norm_and_rotate(self, x, rotary):
@@ -130,9 +130,9 @@ class SpeedrunMLP(nn.Module):
 
 
 class SpeedrunBlock(nn.Module):
-    def __init__(self, config, layer, attention_class=SpeedrunAttention):
+    def __init__(self, config, attention_class=SpeedrunAttention):
         super().__init__()
-        self.attn = attention_class(config, layer)
+        self.attn = attention_class(config)
         self.mlp = SpeedrunMLP(config)
         self.lambdas = nn.Parameter(torch.empty(2))
 
@@ -160,6 +160,7 @@ class ModernLanguageModel(LanguageModel):
     Config = SpeedrunConfig
     kept_vectors = 20.1         # counted for speedrun; frontier's were 20.4 without its pointer
     blocks_per_bucket = 4       # all blocks read x0 and v1: each cut adds up their gradients
+    softcap = 0.0               # if c > 0, the logits are c tanh(y / c) for the head's output y
     zero_at_start = ()          # endings of the names of parameters that are zero in a new model
     embedding_std = 1.0         # of the rows of a new embedding
 
@@ -171,24 +172,53 @@ class ModernLanguageModel(LanguageModel):
             raise ValueError(f"n_embd {config.n_embd} / n_head {config.n_head} = {self.head_size} "
                              "must be even, because rotary embeddings rotate pairs of numbers")
 
+    def forward(self, idx, targets=None):
+        """(logits, None) without targets; (None, loss) with them, as model.GPT's."""
+        x = self.hidden(idx)                                                    # (B, T, C)
+        if targets is None:
+            return self.logits(x), None
+        _, loss = self.head_losses(x.flatten(0, 1), targets.flatten())
+        return None, loss
+
+    def head(self):
+        """The matrix (vocab_size, C) that turns hidden states into logits."""
+        return self.lm_head.weight
+
+    def logits(self, x, head=None):
+        """x (..., C) -> (..., vocab_size). `head` is what self.head() returns, if it is known."""
+        y = linear(x, self.head() if head is None else head)
+        if self.softcap:
+            y = self.softcap * torch.tanh(y.float() / self.softcap)
+        return y
+
+    def head_losses(self, x, targets):
+        """The head's losses for x (N, C) and targets (N,): (N,), without gradient, and the mean."""
+        if self.loss_chunk:
+            return chunked_cross_entropy(
+                x, self.head(), targets, self.loss_chunk, self.softcap)
+        losses = F.cross_entropy(
+            self.logits(x).float(), targets, ignore_index=-1, reduction="none")
+        return losses.detach(), losses.sum() / (targets >= 0).sum()
+
     def hidden(self, idx, past=None):
-        """Final hidden states (B, T, C) of the tokens idx (B, T), which follow those in `past`."""
-        T = idx.size(1)
-        tokens = idx                                                            # (B, S)
+        """Final hidden states (B, T, C): of all tokens idx (B, S), or of those not in the cache."""
+        T, block_size = idx.size(1), self.config.block_size
+        if T > block_size:
+            raise ValueError(f"a sequence of {T} tokens is longer than block_size {block_size}")
         if past is not None:
-            tokens = past.append("tokens", idx)
+            T -= past.length
         dtype = matmul_dtype(self.transformer.wte.weight)
-        attention_inputs = self.attention_inputs(tokens, T, dtype, past)
+        attention_inputs = self.attention_inputs(idx, T, dtype, past)
 
         # All activations are in `dtype`. Autocast itself would compute norms and sums in float32.
         # Under float16 that includes the residual stream, which model.py keeps in float32: this
         # recipe has trained in float16 at small sizes only.
         with torch.autocast(idx.device.type, enabled=False):
-            x = self.embed(tokens, T, dtype)                                    # (B, T, C)
+            x = self.embed(idx, T, dtype)                                       # (B, T, C)
             x0 = x
             v1 = None
             for block in self.transformer.h:
-                x, v1 = self.run_block(block, x, v1, x0, *attention_inputs)
+                x, v1 = block(x, v1, x0, *attention_inputs)
             return norm(x)
 
     def attention_inputs(self, tokens, T, dtype, past):
@@ -251,7 +281,6 @@ class ModernLanguageModel(LanguageModel):
 class SpeedrunGPT(ModernLanguageModel):
     """Record 10: 162.2M parameters at GPT-2's size, because embedding and head are not tied."""
     recipe = "speedrun"
-    lookup_tables = ("wte",)
 
     # The logits stay in (-30, 30) (arXiv:2408.00118, section 2).
     softcap = 30.0
@@ -263,7 +292,7 @@ class SpeedrunGPT(ModernLanguageModel):
     def __init__(self, config):
         super().__init__(config)
         V, C = config.vocab_size, config.n_embd
-        blocks = [SpeedrunBlock(config, layer) for layer in range(config.n_layer)]
+        blocks = [SpeedrunBlock(config) for _ in range(config.n_layer)]
         self.transformer = nn.ModuleDict({
             "wte": Embedding(V, C),
             "h": nn.ModuleList(blocks),

@@ -14,21 +14,21 @@ import math
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import hellaswag
 from config import FLAGS, Config
-from model import GPT, LanguageModel
+from model import GPT
 from recipes import RECIPES, fresh_model, load_model, models
 from runtime import checkpoint, console, dataloader, hardware, network, ranks
 from runtime.cli import RunError, run_command
 from runtime.dataloader import Data, TrainLoader
 from runtime.flags import check_ranks_agree
-from runtime.launched import LaunchedSteps
+from runtime.launched import LaunchedSteps, check_finite
 from runtime.optimizers import CombinedOptimizer
 from runtime.output import Output
 from runtime.ranks import Process, Stopped
@@ -74,18 +74,8 @@ def start_process(device: str) -> Process:
         hardware.tune_malloc()                  # keeps freed memory, for the next step
 
     if process.world_size > 1:
-        ranks.warn_without_torchrun(process)    # a WORLD_SIZE left in the shell would wait for ever
-        # The ranks wait while rank 0 downloads: HellaSwag, or 6 GB of gpt2-xl with --init.
-        # (There is no destroy_process_group, because it can hang: run_command ends the process.)
-        timeout = timedelta(hours=1)
-        dist.init_process_group(
-            "nccl" if process.on_gpu else "gloo",
-            store=network.shared_store(process, timeout),   # without addresses of dead ranks
-            rank=process.rank,
-            world_size=process.world_size,
-            timeout=timeout,
-        )
-        network.watch_machines(process)
+        # There is no destroy_process_group, because it can hang: the group ends with the process.
+        network.init_process_group(process, "nccl" if process.on_gpu else "gloo")
     return process
 
 
@@ -95,21 +85,19 @@ def set_matmul_precision(config: Config, process: Process) -> None:
         torch.set_float32_matmul_precision(precision)
 
 
-def make_model(config: Config, start: checkpoint.Start, device: str) -> LanguageModel:
+def make_model(config: Config, start: checkpoint.Start, device: str) -> nn.Module:
     """The model of --init or of the checkpoint, or a fresh one, on the device."""
     # All ranks have the same seed, so they draw the same weights. The order of the data has a
     # generator of its own, and no model has dropout.
     torch.manual_seed(config.seed)
-    model = start.model
-    if model is None:
-        model = fresh_model(config)
+    model = start.model or fresh_model(config)
     return model.to(device)
 
 
 @dataclass
 class TrainState:
     """The model and all that trains it. The three models are one: they share their weights."""
-    model: LanguageModel                # eager, for HellaSwag and samples, which have many shapes
+    model: nn.Module                    # eager, for HellaSwag and samples, which have many shapes
     compiled_model: Callable            # for validation, which has one shape; it may be eager, too
     ddp_model: Callable                 # for training: averages the gradients, if there are ranks
     optimizer: CombinedOptimizer        # the recipe's optimizers, as one
@@ -117,12 +105,13 @@ class TrainState:
     autocast: torch.autocast            # matrix products in config.dtype, inside `with`
 
 
-def make_train_state(config: Config, model: LanguageModel, process: Process) -> TrainState:
+def make_train_state(config: Config, model: nn.Module, process: Process) -> TrainState:
     model.use_attention(config.attention)
-    model.recompute = config.recompute
+    if config.recompute:
+        model.recompute_blocks()
     if process.device == "cpu" and not config.compile:
-        # An eager CPU computes the loss of 2,048 tokens at a time, because the logits of all would
-        # miss its caches. A compiler fuses the loss with them.
+        # The logits of all tokens at once would miss an eager CPU's caches. A compiler fuses them
+        # with the loss.
         model.loss_chunk = 2048
 
     optimizers = RECIPES[config.recipe].make_optimizers(model, config)
@@ -139,23 +128,11 @@ def make_train_state(config: Config, model: LanguageModel, process: Process) -> 
     # DDP wraps the compiled model, as in nanoGPT.
     compiled_model = model
     if config.compile:
-        compiled_model = compile_model(model)
+        compiled_model = hardware.compile_model(model)
     ddp_model = compiled_model
     if process.world_size > 1:
-        ddp_model = DDP(
-            compiled_model,
-            bucket_cap_mb=ranks.bucket_size(model),
-            gradient_as_bucket_view=True,           # no second copy of the gradients
-            **ranks.ddp_options(process),           # the device; buffers are the same anyway
-        )
+        ddp_model = DDP(compiled_model, **ranks.ddp_options(model, process))
     return TrainState(model, compiled_model, ddp_model, optimizer, scaler, autocast)
-
-
-def compile_model(model: LanguageModel) -> Callable:
-    """torch.compile of the model, which itself stays eager."""
-    hardware.silence_compiler()         # of a warning about a mode that is not used
-    model.before_compile()              # speedrun's and frontier's rotary tables are constants
-    return torch.compile(model, dynamic=False)          # all batches of a run have one shape
 
 
 @dataclass
@@ -175,20 +152,17 @@ class Run:
 
 # ----------------------------------------------------------------------------- a step
 
-def set_lr_and_momentum(step: int, run: Run) -> float:
-    """Sets the learning rates of this step, and the momentum where the recipe has a schedule of it.
+def begin_step(step: int, run: Run) -> float:
+    """Sets the learning rates of this step, and what else a recipe changes from step to step.
 
     Returns the learning rate for the log: --max_lr times the schedule's factor.
     """
     config = run.config
     recipe = RECIPES[config.recipe]
-    progress = run.schedule.progress(step)
-
-    scale = recipe.lr_scale(step, progress, config)
+    scale = recipe.lr_scale(step, run.schedule.progress(step), config)
     for group in run.state.optimizer.groups():
-        group["lr"] = group["initial_lr"] * scale       # the first rate, as CombinedOptimizer noted
-        if recipe.momentum and "momentum" in group:
-            group["momentum"] = recipe.momentum(progress, config)
+        group["lr"] = group["initial_lr"] * scale       # the group's own rate, before any schedule
+    recipe.begin_step(step, run)                        # Muon's momentum; gpt2 has nothing here
     return config.max_lr * scale
 
 
@@ -199,11 +173,10 @@ def train_step(step: int, run: Run) -> torch.Tensor:
     """
     process = run.process
     state = run.state
-    state.model.begin_step(step, run.loader)        # frontier may draw a sample of the vocabulary
 
     # Gradient accumulation: each backward() adds to the gradients. The losses are divided by the
     # number of micro-steps, because the loss of the batch is their mean, not their sum.
-    micro_steps = run.loader.micro_steps(step)
+    micro_steps = run.loader.micro_steps(step)          # frontier's batch grows during a run
     loss_accum = torch.zeros((), device=process.device)
 
     # until_stopped raises Stopped if a signal asks a single process to stop. It also shows a bar.
@@ -231,11 +204,8 @@ def train_step(step: int, run: Run) -> torch.Tensor:
     state.scaler.step(state.optimizer)
     state.scaler.update()
 
-    # DDP's gradients are views of its buckets. If the next step accumulates on a GPU, they are
-    # zeroed and stay there: with None it would accumulate in new memory. On a CPU they become None,
-    # as after a resume, so that its bits are the same: DDP rounds the mean of views otherwise.
-    keep_views = process.on_gpu and process.world_size > 1 and run.loader.micro_steps(step + 1) > 1
-    state.model.zero_grad(set_to_none=not keep_views)
+    # Gradients become None, or zero where the next step adds to DDP's own copies of them.
+    ranks.zero_grad(state.model, process, accumulates=run.loader.micro_steps(step + 1) > 1)
     return torch.stack((loss, norm, votes))
 
 
@@ -354,7 +324,7 @@ def is_due(step: int, config: Config, period: int) -> bool:
 def save(step: int, run: Run) -> None:
     """Writes OUT/checkpoint_STEP.pt; training on a GPU goes on meanwhile."""
     state = run.state
-    # Ranks that round differently take the weights of rank 0.
+    # Ranks on another kind of CPU or GPU, which round differently, take the weights of rank 0.
     checkpoint.keep_together(state.model, state.optimizer, run.process)
 
     # All ranks take part: some of the optimizers' state is on one of them alone.
@@ -369,7 +339,7 @@ def save(step: int, run: Run) -> None:
             "tokens": run.schedule.tokens_before(step),
             "optimizers": optimizer_state,
             "scaler": state.scaler.state_dict(),
-            "data": run.data.fingerprints(),
+            "data": run.data.fingerprints(),        # a resume refuses other shards
         })
 
 
@@ -395,8 +365,8 @@ def train(step: int, run: Run) -> tuple[int, bool]:
                 save(step, run)             # the best weights so far, whatever the periods
                 last_saved = step
 
-            lr = set_lr_and_momentum(step, run)
             launched.begin()
+            lr = begin_step(step, run)
             numbers = train_step(step, run)
             launched.end(step, lr, numbers)
             step += 1
@@ -446,27 +416,12 @@ def something_is_due(step: int, config: Config) -> bool:
     return step == config.max_steps or any(is_due(step, config, period) for period in periods)
 
 
-def check_finite(step: int, loss: float, norm: float, run: Run) -> None:
-    """RunError if the loss or the gradient is not finite: the weights are not worth saving."""
-    if math.isfinite(loss) and math.isfinite(norm):
-        return
-
-    # float16's scaler begins at 65536, leaves out a step whose gradient overflows, and halves its
-    # scale. So some overflows are usual. 25 in a row bring it to 1/512: one more is an error.
-    scaler = run.state.scaler               # to read its scale waits for a GPU, so it comes last
-    if math.isfinite(loss) and scaler.is_enabled() and scaler.get_scale() >= 2**-9:
-        return
-    raise run.process.error_on_rank0(RunError(
-        f"the loss or the gradient of step {step} is not finite (loss {loss}, gradient norm "
-        f"{norm}), and with the same settings it would be so again: lower --max_lr, and begin at "
-        "an earlier checkpoint (--resume) in another --out"))
-
-
 # ----------------------------------------------------------------------------- the command
 
 def main(argv: list[str] | None = None) -> None:
     given = FLAGS.parse(__doc__, argv)                  # {flag: value} of the command line
     process = start_process(given.get("device", "auto"))      # first, so that ranks can agree
+    # Two errors of torch's get a line of their own: no memory, and a machine that does not answer.
     with hardware.memory_errors(process.device), network.lost_machines(process):
         # First find the checkpoint, if there is one, by the flags that were typed. Then resolve all
         # flags, some of which it has. (on_all_ranks: a mistake on one rank ends all of them.)
@@ -507,8 +462,7 @@ def start_run(asked: Config, config: Config, start: checkpoint.Start, process: P
     if start.path:
         process.on_all_ranks(
             checkpoint.restore, start, data, schedule, state.optimizer, state.scaler)
-    sequences = schedule.tokens_before(config.max_steps) // config.sequence_length
-    RECIPES[config.recipe].look_at_text(data.train, sequences, model, config)
+    RECIPES[config.recipe].look_at_text(data.train, schedule, model, config)    # frontier's
     console.print_header(config, process, data, model, schedule, start)
 
     # The sequences of a micro-batch. With --compile, or "auto" on a GPU, one micro-step is tried.
@@ -531,7 +485,7 @@ def start_run(asked: Config, config: Config, start: checkpoint.Start, process: P
     run = Run(
         asked=asked, config=config, process=process, schedule=schedule, data=data, loader=loader,
         hellaswag_batches=hellaswag_batches, state=state, output=output, log=log)
-    with output, network.lost_machines(process), closing(loader):
+    with output, network.lost_machines(process), closing(loader):   # `output` says how to go on
         step, stopped = train(start.step, run)
     console.print_summary(run, step, stopped)
 

@@ -360,10 +360,12 @@ def choose_compile(config, model: torch.nn.Module, tokens_left: int, process) ->
     return pays
 
 
-def silence_compiler() -> None:
-    """Hides a warning that torch.compile has on a T4: "not enough SMs to use max_autotune_gemm"."""
-    # Nothing here uses that mode.
+def compile_model(model) -> Callable:
+    """torch.compile of the model, which itself stays eager."""
+    # Hides a warning on a T4, "not enough SMs to use max_autotune_gemm": nothing uses that mode.
     logging.getLogger("torch._inductor.utils").setLevel(logging.ERROR)
+    model.before_compile()
+    return torch.compile(model, dynamic=False)          # all batches of a run have one shape
 
 
 def compiling_pays(flops: float, device: str) -> bool:

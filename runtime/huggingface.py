@@ -83,8 +83,6 @@ def from_huggingface(source: str | Path, models: dict):
         if recipe in models and recipe != "gpt2":
             config["vocab_size"] = config["padded_vocab_size"]
             weights = read_weights(folder)
-            for name in models[recipe].computed_tables:
-                weights.pop(name, None)
         else:
             recipe = "gpt2"
             config |= gpt2_settings(config)
@@ -250,11 +248,10 @@ def export_modern(model) -> tuple[dict, dict]:
         "tie_word_embeddings": False,
     }
 
-    weights = model.state_dict()
+    # With the buffers that a checkpoint leaves out: an export has no tokenizer to compute them.
+    weights = model.state_dict() | dict(model.named_buffers())
     if model.lm_head.weight is model.transformer.wte.weight:
         del weights[HEAD]
-    for name in model.computed_tables:
-        weights[name] = getattr(model, name)
     if "part" in model.transformer:
         config["n_part"] = model.transformer["part"].num_embeddings
     return config, weights

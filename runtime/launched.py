@@ -1,10 +1,13 @@
 """The steps that have been launched: a GPU may still compute them while the CPU goes on."""
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+
+from runtime.cli import RunError
 
 
 @dataclass
@@ -57,6 +60,22 @@ class LaunchedSteps:
             self.began = None           # what comes between takes time that is no step's
         while len(self.steps) > running:
             yield self.steps.popleft()
+
+
+def check_finite(step: int, loss: float, norm: float, run) -> None:
+    """RunError if the loss or the gradient is not finite: the weights are not worth saving."""
+    if math.isfinite(loss) and math.isfinite(norm):
+        return
+
+    # float16's scaler begins at 65536, leaves out a step whose gradient overflows, and halves its
+    # scale. So some overflows are usual. 25 in a row bring it to 1/512: one more is an error.
+    scaler = run.state.scaler               # to read its scale waits for a GPU, so it comes last
+    if math.isfinite(loss) and scaler.is_enabled() and scaler.get_scale() >= 2**-9:
+        return
+    raise run.process.error_on_rank0(RunError(
+        f"the loss or the gradient of step {step} is not finite (loss {loss}, gradient norm "
+        f"{norm}), and with the same settings it would be so again: lower --max_lr, and begin at "
+        "an earlier checkpoint (--resume) in another --out"))
 
 
 # ----------------------------------------------------------------------------- a GPU's clock

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runtime.matmul import matmul_dtype
+from runtime.layers import matmul_dtype
 
 LN2 = math.log(2)
 
@@ -192,7 +192,7 @@ def chunked_cross_entropy(
     weight: Tensor,
     targets: Tensor,
     chunk: int,
-    softcap: float,
+    softcap: float = 0.0,
     counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """ChunkedCrossEntropy, with gradients where torch computes gradients."""

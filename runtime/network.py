@@ -14,13 +14,29 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from runtime.cli import RunError
-from runtime.ranks import Process
+from runtime.ranks import Process, warn_without_torchrun
 
 SILENCE = 120           # seconds without an answer after which a machine counts as gone
 ANSWER = 2              # seconds in which a machine that is there answers a call
 
 
 # ----------------------------------------------------------------------- finding each other
+
+def init_process_group(process: Process, backend: str) -> None:
+    """dist.init_process_group, of ranks that may be restarted on machines that may be lost."""
+    warn_without_torchrun(process)          # a WORLD_SIZE left in the shell would wait for ever
+
+    # The ranks wait while rank 0 downloads: HellaSwag, or 6 GB of gpt2-xl with --init.
+    timeout = timedelta(hours=1)
+    dist.init_process_group(
+        backend,
+        store=shared_store(process, timeout),       # without addresses of dead ranks
+        rank=process.rank,
+        world_size=process.world_size,
+        timeout=timeout,
+    )
+    watch_machines(process)
+
 
 def shared_store(process: Process, timeout: timedelta) -> dist.Store:
     """The store by which the ranks of this start find each other."""

@@ -243,9 +243,12 @@ def warn_without_torchrun(process: Process) -> None:
                 "torchrun, or one with `env -u WORLD_SIZE`")
 
 
-def ddp_options(process: Process) -> dict:
-    """Those arguments of DDP that depend on the device and on torch's version."""
-    options = {}
+def ddp_options(model: torch.nn.Module, process: Process) -> dict:
+    """The arguments of DDP, which depend on the model, the device and torch's version."""
+    options = {
+        "bucket_cap_mb": bucket_size(model),
+        "gradient_as_bucket_view": True,            # no second copy of the gradients
+    }
     if process.on_gpu:
         options["device_ids"] = [process.device]
         # A GPU that waits for the gradients of another one does not see that a machine is gone.
@@ -259,6 +262,15 @@ def ddp_options(process: Process) -> dict:
     else:
         options["broadcast_buffers"] = False
     return options
+
+
+def zero_grad(model: torch.nn.Module, process: Process, accumulates: bool) -> None:
+    """model.zero_grad(). `accumulates`: whether the next step has several micro-batches."""
+    # DDP's gradients are views of its buckets. If the next step accumulates on a GPU, they are
+    # zeroed and stay there: with None it would accumulate in new memory. On a CPU they become None,
+    # as after a resume, so that its bits are the same: DDP rounds the mean of views otherwise.
+    keep_views = process.on_gpu and process.world_size > 1 and accumulates
+    model.zero_grad(set_to_none=not keep_views)
 
 
 def bucket_size(model: torch.nn.Module) -> int:

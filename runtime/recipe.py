@@ -29,9 +29,12 @@ class Recipe:
     # (config) -> the batch schedule's divisors; see BatchSchedule.
     batch_divisors: Callable = lambda config: (1, 1, 1)
 
-    # (text, sequences, model, config): sets what depends on the training text, a TokenDataset.
-    # `sequences` is how many the run reads.
-    look_at_text: Callable = lambda text, sequences, model, config: None
+    # (text, schedule, model, config): before a run, sets what depends on the training text, a
+    # TokenDataset. `schedule` is the BatchSchedule.
+    look_at_text: Callable = lambda text, schedule, model, config: None
+
+    # (model, step, loader): before each step, whatever else changes. `loader` is the TrainLoader.
+    before_step: Callable = lambda model, step, loader: None
 
     # {flag: value} where this recipe's default is not that of Config. `rates` also win over a
     # preset, whose learning rates are for AdamW.
@@ -43,6 +46,15 @@ class Recipe:
 
     # (config) -> {flag: value}: what "auto" means in this recipe.
     automatic: Callable = lambda config: {}
+
+    def begin_step(self, step: int, run) -> None:
+        """Sets what this recipe changes beside the learning rates. `run` is a train_gpt2.Run."""
+        if self.momentum:
+            momentum = self.momentum(run.schedule.progress(step), run.config)
+            for group in run.state.optimizer.groups():
+                if "momentum" in group:
+                    group["momentum"] = momentum
+        self.before_step(run.state.model, step, run.loader)
 
 
 class BatchSchedule:

@@ -206,6 +206,11 @@ def build_model(cls: type, config, state_dict: dict):
     # the place of its own, and load_state_dict compares all names and shapes.
     with torch.device("meta"):
         model = cls(config)
+
+    # An export also has what a model computes from its config: the parts of frontier's tokens.
+    computed = {name for name, _ in model.named_buffers()} - model.state_dict().keys()
+    state_dict = {name: tensor for name, tensor in state_dict.items() if name not in computed}
+
     is_tied = model.lm_head.weight is model.transformer.wte.weight
     if is_tied and HEAD not in state_dict:
         state_dict = state_dict | {HEAD: state_dict[EMBEDDING]}

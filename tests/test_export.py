@@ -491,7 +491,10 @@ def change_blocks(name, change):
 
 
 def capped(model):
-    model.softcap = 20.0
+    model.softcap = 20.0                        # of speedrun and frontier
+    if model.recipe == "gpt2":
+        forward = model.lm_head.forward
+        model.lm_head.forward = lambda x: 20 * torch.tanh(forward(x) / 20)
 
 
 CHANGES = {

@@ -19,7 +19,6 @@ from runtime.recipe import make_batch_schedule
 from runtime.shards import write_shard
 from runtime.tokenizer import EOT, tokenizer
 from speedrun import trapezoid
-from train_gpt2 import train_step
 
 # ----------------------------------------------------------------------- the model
 
@@ -357,7 +356,8 @@ def test_a_run_of_more_than_an_epoch_reads_backwards_at_first(
 
 
 def look_at_text(run):
-    RECIPES[run.config.recipe].look_at_text(run.data.train, 12, run.state.model, run.config)
+    RECIPES[run.config.recipe].look_at_text(
+        run.data.train, run.schedule, run.state.model, run.config)
 
 
 @pytest.mark.parametrize("recipe", ["gpt2", "speedrun", "frontier"])
@@ -366,10 +366,10 @@ def test_frontier_alone_computes_the_logits_of_a_sample_drawn_for_each_step(reci
     monkeypatch.setattr(frontier, "VOCAB_SIZE", 96)
     run.loader.tokens_of_step = lambda step: tokens(8, 25)
     look_at_text(run)
-    train_step(3, run)
+    RECIPES[recipe].before_step(run.state.model, 3, run.loader)
 
     if recipe != "frontier":
-        assert run.state.model.vocabulary_sample is None
+        assert not hasattr(run.state.model, "vocabulary_sample")
         return
     expected = VocabularySample(run.data.train.occurrences(96), run.config.seed)
     expected.draw(3, tokens(8, 25))

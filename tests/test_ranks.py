@@ -10,6 +10,7 @@ from inspect import signature
 import pytest
 import torch
 from helpers import BYTES, logged, on_ranks, train
+from peers import make_model
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import train_gpt2
@@ -382,7 +383,7 @@ def test_ranks_wait_an_hour_for_what_rank_0_downloads(environment, monkeypatch):
 @pytest.mark.parametrize("device", ["cpu", "cuda:1"])
 def test_ddp_sends_no_buffers_and_gpus_do_not_wait_an_hour_in_a_step(device, monkeypatch):
     monkeypatch.setattr(torch.distributed, "new_group", lambda timeout: timeout)
-    options = ddp_options(Process(device=device, world_size=2))
+    options = ddp_options(make_model(), Process(device=device, world_size=2))
 
     if device == "cuda:1":
         assert options["device_ids"] == ["cuda:1"]

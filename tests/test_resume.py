@@ -33,8 +33,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import train_gpt2
-from model import LanguageModel
 from recipes import RECIPES
+from runtime.language_model import LanguageModel
 from runtime.shards import write_shard
 
 pytest.importorskip("fcntl")                # Windows has no such kills

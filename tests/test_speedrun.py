@@ -18,8 +18,8 @@ from peers import (
 
 import hellaswag
 import sample
-from model import sample_token
 from recipes import RECIPES, load_model
+from runtime.language_model import sample_token
 from runtime.shards import write_shard
 from runtime.tokenizer import EOT, encode
 from speedrun import SpeedrunGPT, muon_momentum, rotary_tables, trapezoid

@@ -12,8 +12,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 import train_gpt2
 from config import Config
 from recipes import RECIPES
+from runtime import hardware
 from runtime.ranks import Process, Stopped
-from train_gpt2 import set_lr_and_momentum, train_step, warmup_cosine
+from train_gpt2 import begin_step, train_step, warmup_cosine
 
 # ----------------------------------------------------------------------- schedules
 
@@ -51,7 +52,7 @@ def test_each_group_of_an_optimizer_keeps_its_share_of_the_rate():
     peaks = rates_of(run)
     assert len(set(peaks)) > 2
 
-    lr = set_lr_and_momentum(9, run)
+    lr = begin_step(9, run)
 
     scale = 0.1 + 0.9 * 0.2         # a fifth of the fall is left
     assert lr == pytest.approx(0.02 * scale)
@@ -62,7 +63,7 @@ def test_the_rates_of_a_step_do_not_depend_on_the_steps_before():
     run = speedrun()
     peaks = rates_of(run)
     for step in (9, 9, 3):              # a repeated step, and one back
-        lr = set_lr_and_momentum(step, run)
+        lr = begin_step(step, run)
     assert lr == pytest.approx(0.02)
     assert rates_of(run) == pytest.approx(peaks)
 
@@ -70,7 +71,7 @@ def test_the_rates_of_a_step_do_not_depend_on_the_steps_before():
 @pytest.mark.parametrize("step, expected", [(0, 0.85), (77, 0.9), (154, 0.95), (999, 0.95)])
 def test_muons_momentum_rises_over_the_first_154_of_1000_steps(step, expected):
     run = speedrun(max_steps=1000)
-    set_lr_and_momentum(step, run)
+    begin_step(step, run)
     groups = run.state.optimizer.groups()
     momenta = {group["momentum"] for group in groups if "momentum" in group}
     assert list(momenta) == pytest.approx([expected])
@@ -81,7 +82,8 @@ def test_muons_momentum_rises_over_the_first_154_of_1000_steps(step, expected):
 def test_attention_and_recompute_reach_the_model():
     plain = make_run().state.model
     other = make_run(attention="naive", recompute=True).state.model
-    assert [plain.recompute, other.recompute] == [False, True]
+    for model, is_recomputed in ((plain, False), (other, True)):
+        assert all(("forward" in vars(block)) == is_recomputed for block in model.transformer.h)
     for model, kernel in ((plain, "auto"), (other, "naive")):
         assert {block.attn.kernel for block in model.transformer.h} == {kernel}
 
@@ -123,7 +125,7 @@ def test_the_rotary_tables_are_constants_of_a_compiled_model(recipe, monkeypatch
 
     compile = functools.partial(torch.compile, backend=backend, fullgraph=True)
     monkeypatch.setattr(torch, "compile", compile)
-    logits, _ = train_gpt2.compile_model(model)(idx)
+    logits, _ = hardware.compile_model(model)(idx)
 
     [graph] = graphs
     operations = {str(node.target) for node in graph.graph.nodes}

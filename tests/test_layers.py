@@ -1,9 +1,9 @@
-"""runtime/matmul.py: products of few rows, shared by the cores of a CPU, are F.linear's."""
+"""runtime/layers.py: products of few rows, shared by the cores of a CPU, are F.linear's."""
 import pytest
 import torch
 import torch.nn.functional as F
 
-from runtime.matmul import linear
+from runtime.layers import linear
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

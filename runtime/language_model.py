@@ -1,0 +1,198 @@
+"""What all models of this project share: generation, the losses of single tokens, and FLOPs.
+
+Shapes: B sequences, C = n_embd. Of S tokens the last T are new, the others are in the cache.
+"""
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+VOCAB_SIZE = 50257      # GPT-2's, as runtime/tokenizer.py has it: ids from here on are padding
+
+
+# ---------------------------------------------------------------------- generation
+
+class KVCache:
+    """What a generation has computed of the tokens so far, such as each layer's keys and values.
+
+    It holds `length` tokens and has `room` for more. A forward appends what it computes of the
+    tokens after those, and generate_tokens then sets `length`.
+    """
+
+    def __init__(self, room: int):
+        self.room = room
+        self.length = 0
+        self.tensors = {}       # {layer: its tensors (B, room, ...)}
+        self.constants = {}
+
+    def append(self, layer: nn.Module, *new: Tensor) -> list[Tensor]:
+        """Appends each of `new` (B, T, ...) to those of the layer. Returns all: (B, S, ...)."""
+        if layer not in self.tensors:
+            self.tensors[layer] = [
+                tensor.new_empty(tensor.size(0), self.room, *tensor.shape[2:]) for tensor in new]
+        S = self.length + new[0].size(1)
+        for whole, tensor in zip(self.tensors[layer], new, strict=True):
+            whole[:, self.length:S] = tensor
+        return [whole[:, :S] for whole in self.tensors[layer]]
+
+    def once(self, function):
+        """function(), which is called once in a generation."""
+        if function not in self.constants:
+            self.constants[function] = function()
+        return self.constants[function]
+
+
+def sample_token(
+    logits: Tensor,
+    temperature: float,
+    top_k: int | None,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """Samples a token of each row: logits (B, vocab_size) -> int64 (B, 1). Overwrites logits."""
+    # The ids that pad the vocabulary stand for no token.
+    logits[:, VOCAB_SIZE:] = float("-inf")
+
+    # Temperature 0 takes the likeliest token. So does one below 1e-5: divided by a far smaller one,
+    # logits would overflow float32.
+    if temperature < 1e-5:
+        return logits.argmax(dim=-1, keepdim=True)
+    logits = logits / temperature
+
+    if top_k:
+        likeliest = logits.topk(min(top_k, logits.size(-1))).values             # (B, top_k)
+        logits = logits.masked_fill(logits < likeliest[:, -1:], float("-inf"))
+
+    probabilities = F.softmax(logits, dim=-1)
+    return torch.multinomial(probabilities, num_samples=1, generator=generator)
+
+
+# ---------------------------------------------------------------------- the class
+
+class LanguageModel(nn.Module):
+    """A model of this project.
+
+    A subclass has Config, `config`, `lm_head`, `transformer` with the blocks in `transformer.h`,
+    and forward(idx, targets=None) as model.GPT has it. Its hidden(idx, past=None) returns the final
+    hidden states (B, T, C): of all tokens idx (B, S), or of those that are not in the KVCache.
+    """
+    recipe = ""                 # the name of its recipe, which checkpoints and exports carry
+
+    # How many tokens' logits training on a CPU holds in memory at a time. 0: those of all.
+    loss_chunk = 0
+
+    # How many vectors of width n_embd a block keeps of each token for its backward, compiled: the
+    # first guess of the micro-batch that fits into a GPU's memory is made with it. GPT-2 keeps the
+    # block's input, the first norm, q, k, v, the output of attention, the residual stream, the
+    # second norm, and 4 of the hidden layer; the rest are statistics of the norms and of attention.
+    kept_vectors = 12.2
+
+    # How many blocks' gradients several GPUs send at a time (ddp_options in runtime/ranks.py).
+    blocks_per_bucket = 1
+
+    def before_compile(self) -> None:
+        """Tells torch.compile what it has to know about a model of this kind."""
+
+    def use_attention(self, kernel: str) -> None:
+        """Computes attention by this kernel from now on: "auto" or "naive"."""
+        for block in self.transformer.h:
+            block.attn.kernel = kernel
+
+    def recompute_blocks(self) -> None:
+        """From now on the backward computes each block again, to keep less (arXiv:1604.06174)."""
+        # No block draws random numbers. So no generator's state has to be kept for it.
+        for block in self.transformer.h:
+            block.forward = partial(
+                checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Final hidden states x (..., C) -> (..., vocab_size)."""
+        return self.lm_head(x)
+
+    def token_losses(self, idx: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
+        """Cross-entropy (nats) of each token, float32 (B, T), and 0 where the target is -1.
+
+        `positions`, int64 (n,), are the indices of the targets >= 0 among all B T. Logits are
+        computed only there. The caller finds the positions on the CPU, because torch.nonzero on a
+        GPU would make the CPU wait for their number.
+        """
+        return self.losses_at(self.hidden(idx), targets, positions)
+
+    def losses_at(self, x: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
+        """token_losses of final hidden states x (B, T, C)."""
+        logits = self.logits(x.flatten(0, 1)[positions]).float()                # (n, vocab_size)
+        losses = F.cross_entropy(logits, targets.flatten()[positions], reduction="none")     # (n,)
+        zeros = torch.zeros(targets.numel(), device=targets.device)
+        return zeros.scatter(0, positions, losses).view_as(targets)             # (B, T)
+
+    def next_logits(self, idx: Tensor, past: KVCache) -> Tensor:
+        """The logits (B, vocab_size) of what follows the tokens idx (B, S)."""
+        x = self.hidden(idx, past)                                              # (B, T, C)
+        return self.logits(x[:, -1:])[:, 0]
+
+    def generate(
+        self,
+        idx: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = 50,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Continues idx (B, T) by max_new_tokens sampled tokens -> (B, T + max_new_tokens).
+
+        `temperature` 0 takes the likeliest token. `top_k` None or 0 samples from all tokens. Beyond
+        block_size each token takes a forward pass of the whole context.
+        """
+        new = self.generate_tokens(idx, max_new_tokens, temperature, top_k, generator)
+        return torch.cat((idx, *new), dim=1)
+
+    @torch.no_grad()
+    def generate_tokens(
+        self,
+        idx: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = 50,
+        generator: torch.Generator | None = None,
+    ) -> Iterator[Tensor]:
+        """Yields the new tokens of `generate` one by one, int64 (B, 1) each.
+
+        The caller may stop after any of them.
+        """
+        block_size = self.config.block_size
+        past = KVCache(min(idx.size(1) + max_new_tokens, block_size))
+        for _ in range(max_new_tokens):
+            if idx.size(1) > block_size:
+                # The position of each token changes with every new one, so that no key of the cache
+                # can be used again.
+                past.length = 0
+            context = idx[:, -block_size:]                                      # (B, S)
+            logits = self.next_logits(context, past).float()                    # (B, vocab_size)
+            past.length = context.size(1)
+            new = sample_token(logits, temperature, top_k, generator)           # (B, 1)
+            idx = torch.cat((idx, new), dim=1)
+            yield new
+
+    def flops_per_token(self, sequence_length: int) -> int:
+        """FLOPs of a token, forward and backward: 6 N + 12 n_layer n_embd T.
+
+        (arXiv:2204.02311, appendix B.) T is how many tokens a token attends to.
+        """
+        # N counts the parameters in matrix products: a tied head is one, a looked-up table is not.
+        N = sum(p.numel() for p in self.parameters())
+        for module in self.modules():
+            if isinstance(module, nn.Embedding) and module.weight is not self.lm_head.weight:
+                N -= module.weight.numel()
+        T = sequence_length
+        return 6 * N + 12 * self.config.n_layer * self.config.n_embd * T
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Writes the model and its tokenizer in the Hugging Face format, for transformers."""
+        # Imported here, so that `import model` alone stays small; from_pretrained does so, too.
+        from runtime.huggingface import save_model
+
+        save_model(self, folder)
