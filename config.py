@@ -3,9 +3,9 @@ import math
 from dataclasses import dataclass
 
 from presets import OVERFIT, PRESETS
-from recipes import RECIPES
-from runtime.cli import flag
-from runtime.flags import FlagTable
+from recipes import RECIPES, load_model, models
+from runtime.checkpoint import Start, find_start
+from runtime.flags import FlagTable, check_ranks_agree, flag
 
 # The groups of --help.
 START, DATA, MODEL, BATCH = "start", "data", "model", "batch"
@@ -24,8 +24,9 @@ class Config:
     6. the command line, which may not change a flag that is `fixed` when a run resumes
     7. the shape of the model of --init
 
-    Last, FlagTable.resolve gives a flag that is "auto" its value. `word` is what may stand in place
-    of a number. runtime.cli.flag explains the other settings.
+    Last, `resolve` gives a flag that is "auto" its value, but for three, which start_run in
+    train_gpt2.py decides: sample_prompt by the data, compile by the model, and batch_size by a
+    trial. `word` is what may stand in place of a number; `flag` explains the other settings.
     """
     preset: str = flag("gpt2", START, "A named set of defaults. The presets are listed below.",
                        choices=list(PRESETS), per_run=True)
@@ -131,3 +132,16 @@ class Config:
 
 
 FLAGS = FlagTable(Config, RECIPES, PRESETS, OVERFIT)
+
+
+def resolve(given: dict, process) -> tuple[Config, Config, Start]:
+    """What the flags on the command line, {flag: value}, mean, the same on all ranks.
+
+    Returns the flags as asked, some of them "auto"; the values that the run uses; and where it
+    starts, which the flags tell, and which has some of the values.
+    """
+    start = find_start(FLAGS.merge(given), process, models(), load_model)
+    with process.together():
+        asked, config = FLAGS.resolve(given, start, process)
+    check_ranks_agree(config, process)
+    return asked, config, start

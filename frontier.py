@@ -24,12 +24,7 @@ import speedrun
 from model import attention
 from presets import SMALL_TEXT
 from runtime.layers import Embedding, matmul_dtype
-from runtime.loss import (
-    VocabularySample,
-    chunked_cross_entropy,
-    gains_of_copies,
-    logits_with_copies,
-)
+from runtime.loss import VocabularySample, chunked_cross_entropy
 from runtime.recipe import Recipe, growing_batch
 from runtime.tokenizer import EOT, VOCAB_SIZE, token_bytes
 from speedrun import CastedLinear, ModernLanguageModel, SpeedrunAttention, SpeedrunBlock, norm
@@ -149,7 +144,14 @@ class FrontierAttention(SpeedrunAttention):
 # ---------------------------------------------------------------------- the pointer
 # A text repeats its names and its rare words, of which a model that has seen little text knows
 # nothing. So the next token is predicted in two ways: by the head, and as a copy of a token that
-# the context has already (pointer sentinel mixture models, arXiv:1609.07843).
+# the context has already (pointer sentinel mixture models, arXiv:1609.07843). With the shares
+# (B, T, S) of the S tokens, that of the head (B, T), and the head's probability p it is
+#
+#     head_share p + (the sum of the shares of those tokens that are the same)
+#
+# A share may be so small that float32 has 0 for it: the logarithm is never taken of less than TINY.
+
+TINY = 1e-37
 
 # The score of the sentinel, which stands for "no copy", in a new model. It and the scale below are
 # the best ones for the hidden states of a model that was trained without a pointer.
@@ -298,12 +300,11 @@ class FrontierGPT(ModernLanguageModel):
         """
         x = self.hidden(idx)                                                    # (B, T, C)
         if targets is None:
-            return logits_with_copies(self.logits(x), *self.copies(x, idx), idx), None
+            return self.add_copies(self.logits(x), x, idx), None
 
         # The head comes first: otherwise DDP would cut the compiled model inside of blocks.
         losses, loss = self.head_losses(x.flatten(0, 1), targets.flatten())     # (B T), ()
-        losses = losses.view_as(targets)                                        # (B, T)
-        gains = gains_of_copies(losses, *self.copies(x, idx), idx, targets)     # (B, T)
+        gains = self.gains_of_copies(losses.view_as(targets), x, idx, targets)  # (B, T)
         return None, loss - gains.sum() / (targets >= 0).sum().clamp(min=1)
 
     def head_losses(self, x, targets):
@@ -316,18 +317,37 @@ class FrontierGPT(ModernLanguageModel):
 
     def token_losses(self, idx, targets, positions):
         x = self.hidden(idx)
-        losses = self.losses_at(x, targets, positions)
-        return losses - gains_of_copies(losses, *self.copies(x, idx), idx, targets)
+        losses = self.losses_at(x, targets, positions)                          # (B, T)
+        return losses - self.gains_of_copies(losses, x, idx, targets)
 
     def next_logits(self, idx, past):
         x = self.hidden(idx, past)                                              # (B, T, C)
         logits = self.logits(x[:, -1:], past.once(self.head_in_matmul_dtype))
-        shares, head_share = self.copies(x, idx, past)
-        return logits_with_copies(logits, shares[:, -1:], head_share[:, -1:], idx)[:, 0]
+        return self.add_copies(logits, x, idx, past)[:, 0]
 
     def head_in_matmul_dtype(self):
         head = self.head()
         return head.to(matmul_dtype(head))      # autocast keeps only the casts of parameters
+
+    def add_copies(self, logits, x, tokens, past=None):
+        """The logarithms of the probabilities, float32 (B, n, V), of the last n tokens."""
+        n = logits.size(1)
+        shares, head_share = self.copies(x, tokens, past)
+        shares, head_share = shares[:, -n:], head_share[:, -n:]
+
+        probabilities = F.softmax(logits.float(), dim=2) * head_share[:, :, None]
+        ids = tokens[:, None].expand_as(shares)                                 # (B, n, S)
+        return probabilities.scatter_add(2, ids, shares).clamp(min=TINY).log()
+
+    def gains_of_copies(self, losses, x, tokens, targets):
+        """By how much copies lower each loss (B, T) of the head; 0 where the target is -1."""
+        shares, head_share = self.copies(x, tokens)
+        is_same = tokens[:, None, :] == targets[:, :, None]                     # (B, T, S)
+        copied = (shares * is_same).sum(dim=2)                                  # (B, T)
+
+        # The loss falls from -ln(p) to -ln(head_share p + copied).
+        ratio = head_share + copied * losses.exp()
+        return ratio.clamp(min=TINY).log() * (targets >= 0)
 
     def copies(self, x, tokens, past=None):
         """What the pointer returns for the last tokens, of which x (B, T, C) are hidden states."""

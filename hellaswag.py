@@ -160,8 +160,8 @@ def make_batch(rendered: list[tuple[list, int]], block_size: int) -> tuple[np.nd
 
 def evaluate(
     model, batches: Iterable[tuple[np.ndarray, ...]], device: str, autocast=None,
-) -> np.ndarray:
-    """Counts over `batches`, int64 (3,): right by summed loss, right by mean loss, all examples.
+) -> list[int]:
+    """[right by summed loss, right by mean loss, all examples], counted over `batches`.
 
     The first two are acc and acc_norm, times the third. Ranks have batches of their own, and sum
     what this returns.
@@ -193,7 +193,7 @@ def evaluate(
             counts[0] += (sums.argmin(1) == labels).sum()
             counts[1] += (means.argmin(1) == labels).sum()
             counts[2] += len(labels)
-    return counts.cpu().numpy()
+    return counts.tolist()
 
 
 def batches_of_run(config, process) -> list[tuple]:
@@ -204,7 +204,8 @@ def batches_of_run(config, process) -> list[tuple]:
     if not config.hellaswag_every:
         return []
     if config.hellaswag_data:
-        examples = process.on_all_ranks(load_examples, config.hellaswag_data)
+        with process.together():
+            examples = load_examples(config.hellaswag_data)
     else:
         examples = fetch_examples(process)
         if not examples:

@@ -1,5 +1,13 @@
-"""Named sets of defaults: the sizes of GPT-2, the presets, and the run of --overfit."""
+"""Named sets of defaults: the sizes of GPT-2, the presets, and the run of --overfit. And the
+command that trains a preset on a text, which fineweb.py prints."""
+import math
+import shlex
+from bisect import bisect_left
 from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+from runtime.recipe import BatchSchedule, growing_batch
 
 GPT2_SIZES = {
     "gpt2": dict(n_layer=12, n_head=12, n_embd=768),            # 124,439,808 parameters
@@ -91,3 +99,65 @@ OVERFIT = Preset(
         val_every=0, hellaswag_every=0, sample_every=0, checkpoint_every=0,
     ),
 )
+
+
+# ------------------------------------------------------------------- which preset for a text
+
+def next_command(out: Path, val: list[int], train: list[int]) -> str:
+    """The command that trains on shards of so many tokens, as a shell reads it."""
+    # `small` trains on 33M tokens: with fewer it would read a text more than once.
+    if sum(train) < 32_768_000:
+        preset = "shakespeare"
+    elif sum(train) < 1_000_000_000:
+        preset = "small"
+    else:
+        preset = "gpt2"
+
+    # A sequence and its last target must fit into a shard of either split.
+    preset_block_size = PRESETS[preset].flags.get("block_size", 1024)
+    block_size = preset_block_size
+    while block_size + 1 > min(max(val), max(train)):
+        block_size //= 2
+
+    data = shlex.quote(str(out))
+    log = shlex.quote(f"log/{out.resolve().name}")
+    command = f"next: python train_gpt2.py --preset {preset} --data {data} --out {log}"
+    if preset == "shakespeare":
+        epochs = 2 if sum(train) <= SMALL_TEXT else 1   # of two the first is read backwards
+        steps = steps_of_epochs(epochs, sum(train))
+        command += f" --max_steps {steps}"
+        # The preset's decay pays in two short epochs. In 560 steps of one it cost 0.085 nats.
+        if steps > 500:
+            command += " --weight_decay 0"
+        # With the preset's 200 a long run would validate for longer than it trains. Every 100 steps
+        # it has a checkpoint.
+        if steps > 1000:
+            command += f" --val_every {math.ceil(steps / 1000) * 100}"
+    if block_size < preset_block_size:
+        command += f" --block_size {block_size}"
+    return command
+
+
+def steps_of_epochs(epochs: int, tokens: int) -> int:
+    """The steps in which --preset shakespeare reads so many tokens about `epochs` times, but at
+    least 100.
+    """
+    flags = PRESETS["shakespeare"].flags
+    T = flags["block_size"]
+    tokens = epochs * ((tokens - 1) // T) * T           # an epoch has whole sequences
+
+    def tokens_of_run(steps):
+        # The batch of its first steps may be smaller.
+        config = SimpleNamespace(**flags | {"max_steps": steps})
+        config.sequence_length = config.block_size
+        schedule = BatchSchedule(config.total_batch_size, steps, growing_batch(config))
+        return schedule.tokens_before(steps)
+
+    # The first number of steps that reads them all. Where a step more means larger batches all the
+    # way, it reads far more than them: then the one before, if that is nearer.
+    steps = bisect_left(range(2**32), tokens, lo=1, key=tokens_of_run)
+    beyond = tokens_of_run(steps) - tokens
+    missing = tokens - tokens_of_run(steps - 1)
+    if beyond > max(missing, flags["total_batch_size"]):
+        steps -= 1
+    return max(100, steps)

@@ -5,11 +5,12 @@ from pathlib import Path
 import frontier
 import speedrun
 from model import GPT, LanguageModel
+from runtime.checkpoint import model_from_checkpoint
 from runtime.cli import UserError
 from runtime.huggingface import from_huggingface
 from runtime.recipe import Recipe
 from runtime.tokenizer import VOCAB_SIZE
-from runtime.weights import find_checkpoint, model_from_checkpoint, read_checkpoint
+from runtime.weights import find_checkpoint, read_checkpoint
 
 # runtime/recipe.py explains the fields of a Recipe.
 RECIPES = {

@@ -9,11 +9,12 @@ Run the same command again to resume from the newest checkpoint in --out.
 """
 # From the parts to the whole: GPT-2's recipe, set-up, a step, evaluation, checkpoints, the loop,
 # and last the command, where start_run has the order of a run. config.py has the flags, model.py
-# the model.
+# the model, runtime/ what is around a run.
 import math
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -21,13 +22,12 @@ import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import hellaswag
-from config import FLAGS, Config
+from config import FLAGS, Config, resolve
 from model import GPT
-from recipes import RECIPES, fresh_model, load_model, models
-from runtime import checkpoint, console, dataloader, hardware, network, ranks
+from recipes import RECIPES, fresh_model
+from runtime import checkpoint, console, dataloader, hardware, machines, micro_batch, ranks
 from runtime.cli import RunError, run_command
 from runtime.dataloader import Data, TrainLoader
-from runtime.flags import check_ranks_agree
 from runtime.launched import LaunchedSteps, check_finite
 from runtime.optimizers import CombinedOptimizer
 from runtime.output import Output
@@ -40,7 +40,7 @@ from runtime.tokenizer import EOT, encode, tokenizer
 def warmup_cosine(step: int, progress: float, config: Config) -> float:
     """The factor of the learning rate: linear warmup, then a cosine to min_lr (arXiv:1608.03983).
 
-    `progress`, the share of the run's tokens before this step, is what other recipes go by.
+    It goes by the step. Other recipes go by `progress`, the share of the run's tokens before it.
     """
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
@@ -56,39 +56,37 @@ def make_adamw(model: GPT, config: Config) -> list:
         config.max_lr, config.weight_decay, betas=(0.9, 0.95), eps=1e-8)
 
 
-# In recipes.py the entry of gpt2 has only its model, which is enough for scripts that do not train.
-# The rest of the recipe is here, so that this file shows all of it.
-RECIPES["gpt2"] = Recipe(GPT, make_adamw, lr_scale=warmup_cosine)
+# A recipe is a model and how it is trained: runtime/recipe.py. The others are in speedrun.py and
+# frontier.py.
+GPT2 = Recipe(GPT, make_adamw, lr_scale=warmup_cosine)
 
 
 # ----------------------------------------------------------------------------- set-up
 
 def start_process(device: str) -> Process:
-    """This process with its device, and the process group if WORLD_SIZE says there are several."""
-    ranks.die_with_torchrun()                   # or a torchrun that is killed leaves it running
+    """This process with its device, and the process group if torchrun has started several."""
     process = ranks.read_process()              # RANK, LOCAL_RANK and WORLD_SIZE of torchrun
     process.device = hardware.choose_device(device, process.local_rank)     # "cuda:3", "mps", "cpu"
     if process.on_gpu:
         torch.cuda.set_device(process.device)
-    elif process.device == "cpu":
-        hardware.tune_malloc()                  # keeps freed memory, for the next step
 
     if process.world_size > 1:
-        # There is no destroy_process_group, because it can hang: the group ends with the process.
-        network.init_process_group(process, "nccl" if process.on_gpu else "gloo")
+        # An hour, because the ranks wait while rank 0 downloads: HellaSwag, or gpt2-xl with --init.
+        timeout = timedelta(hours=1)
+        dist.init_process_group(
+            "nccl" if process.on_gpu else "gloo",
+            store=machines.shared_store(process, timeout),      # where the ranks find each other
+            rank=process.rank,
+            world_size=process.world_size,
+            timeout=timeout,
+        )
     return process
-
-
-def set_matmul_precision(config: Config, process: Process) -> None:
-    if process.on_gpu:
-        precision = "high" if config.tf32 else "highest"        # "high" is TF32
-        torch.set_float32_matmul_precision(precision)
 
 
 def make_model(config: Config, start: checkpoint.Start, device: str) -> nn.Module:
     """The model of --init or of the checkpoint, or a fresh one, on the device."""
     # All ranks have the same seed, so they draw the same weights. The order of the data has a
-    # generator of its own, and no model has dropout.
+    # generator of its own.
     torch.manual_seed(config.seed)
     model = start.model or fresh_model(config)
     return model.to(device)
@@ -105,7 +103,13 @@ class TrainState:
     autocast: torch.autocast            # matrix products in config.dtype, inside `with`
 
 
-def make_train_state(config: Config, model: nn.Module, process: Process) -> TrainState:
+def make_train_state(
+    config: Config, recipe: Recipe, model: nn.Module, process: Process
+) -> TrainState:
+    # How to compute, which changes nothing but rounding.
+    if process.on_gpu:
+        # "high" is TF32: float32 matrix products with 10 bits of mantissa.
+        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     model.use_attention(config.attention)
     if config.recompute:
         model.recompute_blocks()
@@ -114,7 +118,7 @@ def make_train_state(config: Config, model: nn.Module, process: Process) -> Trai
         # with the loss.
         model.loss_chunk = 2048
 
-    optimizers = RECIPES[config.recipe].make_optimizers(model, config)
+    optimizers = recipe.make_optimizers(model, config)
     optimizer = CombinedOptimizer(model, optimizers, process, config.shard_optimizer)
 
     # Mixed precision: matrix products are in bfloat16 (config.dtype), and so is the residual stream
@@ -125,10 +129,11 @@ def make_train_state(config: Config, model: nn.Module, process: Process) -> Trai
     # Unscaled, small gradients would be 0 in float16. bfloat16 has the range of float32.
     scaler = torch.amp.GradScaler(device_type, enabled=config.dtype == "float16")
 
-    # DDP wraps the compiled model, as in nanoGPT.
+    # DDP wraps the compiled model, as in nanoGPT. The model itself stays eager.
     compiled_model = model
     if config.compile:
-        compiled_model = hardware.compile_model(model)
+        model.before_compile()
+        compiled_model = torch.compile(model, dynamic=False)    # all batches have one shape
     ddp_model = compiled_model
     if process.world_size > 1:
         ddp_model = DDP(compiled_model, **ranks.ddp_options(model, process))
@@ -140,6 +145,7 @@ class Run:
     """All that a run consists of."""
     asked: Config               # the flags, some of them "auto": a checkpoint records these
     config: Config              # the values that the run uses
+    recipe: Recipe              # GPT2, or another one
     process: Process            # this one, of `world_size`
     schedule: BatchSchedule     # how many tokens each step has
     data: Data
@@ -157,13 +163,11 @@ def begin_step(step: int, run: Run) -> float:
 
     Returns the learning rate for the log: --max_lr times the schedule's factor.
     """
-    config = run.config
-    recipe = RECIPES[config.recipe]
-    scale = recipe.lr_scale(step, run.schedule.progress(step), config)
+    scale = run.recipe.lr_scale(step, run.schedule.progress(step), run.config)
     for group in run.state.optimizer.groups():
         group["lr"] = group["initial_lr"] * scale       # the group's own rate, before any schedule
-    recipe.begin_step(step, run)                        # Muon's momentum; gpt2 has nothing here
-    return config.max_lr * scale
+    run.recipe.begin_step(step, run)                    # Muon's momentum; GPT-2 has nothing here
+    return run.config.max_lr * scale
 
 
 def train_step(step: int, run: Run) -> torch.Tensor:
@@ -252,14 +256,11 @@ def hellaswag_score(run: Run) -> tuple[int, int]:
     """(examples whose right ending has the lowest mean loss per token, all examples)."""
     process = run.process
     own_batches = run.hellaswag_batches[process.rank::process.world_size]
-    counts = hellaswag.evaluate(
-        run.state.model,
-        process.until_stopped("HellaSwag", own_batches),
-        process.device,
-        run.state.autocast,
-    )
-    _by_sum, by_mean, n = process.sum(*counts.tolist())
-    return int(by_mean), int(n)
+    batches = process.until_stopped("HellaSwag", own_batches)
+    acc, acc_norm, n = hellaswag.evaluate(
+        run.state.model, batches, process.device, run.state.autocast)
+    acc, acc_norm, n = process.sum(acc, acc_norm, n)
+    return int(acc_norm), int(n)
 
 
 def print_samples(run: Run, num_samples=4, max_new_tokens=32) -> None:
@@ -293,7 +294,7 @@ def evaluate(step: int, run: Run) -> bool:
     if val_is_due:
         loss = validation_loss(run.data, run.loader.B, run.state, run.process)
         if not math.isfinite(loss):
-            raise run.process.error_on_rank0(RunError(          # all ranks end, and rank 0 says why
+            run.process.fail(RunError(
                 f"the validation loss at step {step} is {loss}: lower --max_lr, and begin at an "
                 "earlier checkpoint (--resume) in another --out"))
         found["val"] = loss
@@ -311,7 +312,9 @@ def evaluate(step: int, run: Run) -> bool:
     if found:
         run.output.add(step, **found)
     run.output.draw_losses()
-    return val_is_due and run.process.from_master(run.output.is_lowest(step))
+    if not val_is_due:
+        return False
+    return run.process.from_master(run.output.metrics.is_lowest(step))      # which rank 0 writes
 
 
 def is_due(step: int, config: Config, period: int) -> bool:
@@ -330,7 +333,7 @@ def save(step: int, run: Run) -> None:
     # All ranks take part: some of the optimizers' state is on one of them alone.
     optimizer_state = checkpoint.gather_state(state.model, state.optimizer, run.process)
     if run.process.is_master:
-        run.output.save({
+        run.output.save(step, {
             "model": checkpoint.host_copy(state.model.state_dict()),
             "model_config": asdict(state.model.config),
             "recipe": run.config.recipe,
@@ -372,8 +375,9 @@ def train(step: int, run: Run) -> tuple[int, bool]:
             step += 1
 
             # Before an evaluation or a save this waits for the last loss, which has to be finite.
-            if log_steps(launched, wait_for_all=something_is_due(step, config), run=run):
-                raise Stopped               # a rank has voted for it
+            log_steps(launched, run, wait_for_all=something_is_due(step, config))
+            if launched.votes > 0:
+                raise Stopped               # on all ranks: they have logged the same steps
 
             # Before the evaluation: a kill during the evaluation then loses nothing.
             if is_due(step, config, config.checkpoint_every):
@@ -381,32 +385,27 @@ def train(step: int, run: Run) -> tuple[int, bool]:
                 last_saved = step
 
         # The last evaluation, unless this is a finished run that was started again.
-        if not run.process.from_master(run.output.was_evaluated(step)):
+        if not run.process.from_master(run.output.metrics.was_evaluated(step)):
             evaluate(step, run)
             run.output.draw_losses(last=True)
         return step, False
     except Stopped:
-        log_steps(launched, wait_for_all=True, run=run)
+        log_steps(launched, run, wait_for_all=True)
         if config.checkpoint_every > 0 and step > last_saved:
             save(step, run)
         return step, True
 
 
-def log_steps(launched: LaunchedSteps, wait_for_all: bool, run: Run) -> bool:
-    """Checks and logs the steps that are done. Returns whether a rank has voted to stop.
-
-    The answer is the same on all ranks, because on a GPU all log a step when the next is launched.
-    """
-    any_votes = False
+def log_steps(launched: LaunchedSteps, run: Run, wait_for_all: bool) -> None:
+    """Checks and logs the steps that are done: on a GPU all but the newest, unless it has to be."""
     for done in launched.take(wait_for_all):
         loss, norm, votes = done.read_numbers()
+        launched.votes += votes
         check_finite(done.step, loss, norm, run)
         seconds = done.seconds()
         run.log.step(done.step, loss, norm, done.lr, seconds)
         rate = run.schedule.tokens(done.step) / seconds
         run.output.add(done.step, train=loss, norm=norm, lr=done.lr, tokens_per_second=rate)
-        any_votes = any_votes or votes > 0
-    return any_votes
 
 
 def something_is_due(step: int, config: Config) -> bool:
@@ -420,72 +419,76 @@ def something_is_due(step: int, config: Config) -> bool:
 
 def main(argv: list[str] | None = None) -> None:
     given = FLAGS.parse(__doc__, argv)                  # {flag: value} of the command line
-    process = start_process(given.get("device", "auto"))      # first, so that ranks can agree
-    # Two errors of torch's get a line of their own: no memory, and a machine that does not answer.
-    with hardware.memory_errors(process.device), network.lost_machines(process):
-        # First find the checkpoint, if there is one, by the flags that were typed. Then resolve all
-        # flags, some of which it has. (on_all_ranks: a mistake on one rank ends all of them.)
-        start = checkpoint.find_start(FLAGS.merge(given), process, models(), load_model)
-        asked, config = process.on_all_ranks(FLAGS.resolve, given, start, process)
-        check_ranks_agree(config, process)
-        set_matmul_precision(config, process)
+    process = start_process(given.get("device", "auto"))
+    # Two errors of torch's become one line: no memory, and a machine that does not answer.
+    with hardware.memory_errors(process.device), machines.lost_machines(process):
+        asked, config, start = resolve(given, process)
+        recipe = GPT2 if config.recipe == "gpt2" else RECIPES[config.recipe]
         if config.eval_only:
-            evaluate_only(config, start, process)
+            evaluate_only(config, recipe, start, process)
         else:
-            start_run(asked, config, start, process)
+            start_run(asked, config, recipe, start, process)
 
 
-def evaluate_only(config: Config, start: checkpoint.Start, process: Process) -> None:
+def evaluate_only(
+    config: Config, recipe: Recipe, start: checkpoint.Start, process: Process
+) -> None:
     """--eval_only: prints the validation loss of the model of --init, or of the run in --out."""
     data = dataloader.open_same_data(config, process)
-    config.compile = config.compile is True     # "auto" is eager: one evaluation would not repay it
     model = make_model(config, start, process.device)
-    state = make_train_state(config, model, process)            # whose optimizers are not used
-    loss = validation_loss(data, config.batch_size, state, process)
+    state = make_train_state(config, recipe, model, process)        # whose optimizers are not used
+    loss = validation_loss(data, micro_batch.most_sequences(config), state, process)
     tokens = data.val_count * config.sequence_length
     process.print0(f"{start.path or config.init}: validation loss: "
                    f"{console.loss_text(loss, data)} on {tokens:,} tokens of {config.data}")
 
 
-def start_run(asked: Config, config: Config, start: checkpoint.Start, process: Process) -> None:
+def start_run(
+    asked: Config, config: Config, recipe: Recipe, start: checkpoint.Start, process: Process
+) -> None:
     """Makes the parts of a run, and trains; with --dry_run it ends before that."""
-    # The data, and the model with all that trains it.
-    schedule = process.on_all_ranks(
-        make_batch_schedule, RECIPES[config.recipe], config, process.world_size)
+    # Inside `together` each rank works by itself, and a mistake on one ends all of them.
+    with process.together():
+        schedule = make_batch_schedule(recipe, config, process.world_size)
     data = dataloader.open_same_data(config, process)
-    if config.sample_prompt == "auto":
-        config.sample_prompt = data.first_line()
-    model = process.on_all_ranks(make_model, config, start, process.device)
-    config.compile = hardware.choose_compile(           # "auto" needs the model's FLOPs
-        config, model, schedule.tokens_left(start.step), process)
-    state = make_train_state(config, model, process)
-    if start.path:
-        process.on_all_ranks(
-            checkpoint.restore, start, data, schedule, state.optimizer, state.scaler)
-    RECIPES[config.recipe].look_at_text(data.train, schedule, model, config)    # frontier's
+    with process.together():
+        model = make_model(config, start, process.device)
+
+    # Two flags that only the text and the model can tell, if they are "auto".
+    tokens_left = schedule.tokens_left(start.step)
+    config = replace(
+        config,
+        sample_prompt=data.choose_prompt(config),
+        compile=hardware.choose_compile(config, model, tokens_left, process),
+    )
+    state = make_train_state(config, recipe, model, process)
+    with process.together():
+        if start.path:
+            checkpoint.restore(start, data, schedule, state)        # all but the weights
+    recipe.look_at_text(data.train, schedule, model, config)        # frontier's, of a small text
     console.print_header(config, process, data, model, schedule, start)
 
     # The sequences of a micro-batch. With --compile, or "auto" on a GPU, one micro-step is tried.
-    may_shrink = asked.batch_size == "auto"
-    B = hardware.choose_micro_batch(config, may_shrink, schedule, state, process)
+    B = micro_batch.choose_micro_batch(config, schedule, state, process)
     console.print_batch(config, process, schedule, B)
     if config.dry_run:
-        seconds = hardware.time_micro_step(state, config.sequence_length, process.device, B)
+        seconds = micro_batch.time_micro_step(state, config.sequence_length, process.device, B)
         console.print_estimate(config, process, data, schedule, start.step, seconds / B)
         return
     hellaswag_batches = hellaswag.batches_of_run(config, process)
 
     # From here on something is written, and a signal asks the run to stop.
-    output = Output(config, process, schedule.tokens_before)
-    process.on_all_ranks(output.open, start)
+    output = Output(config, process, schedule)
+    with process.together():
+        output.open(start)
     process.catch_signals()
 
     loader = TrainLoader(data.train, schedule, B, start.step, process)
     log = console.StepLog(process, schedule, model.flops_per_token(config.sequence_length))
     run = Run(
-        asked=asked, config=config, process=process, schedule=schedule, data=data, loader=loader,
-        hellaswag_batches=hellaswag_batches, state=state, output=output, log=log)
-    with output, network.lost_machines(process), closing(loader):   # `output` says how to go on
+        asked=asked, config=config, recipe=recipe, process=process, schedule=schedule, data=data,
+        loader=loader, hellaswag_batches=hellaswag_batches, state=state, output=output, log=log)
+    with output, closing(loader):
         step, stopped = train(start.step, run)
     console.print_summary(run, step, stopped)
 

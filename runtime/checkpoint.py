@@ -11,7 +11,7 @@ from runtime.cli import RunError, UserError, unexpected
 from runtime.files import checkpoints, is_there, reading
 from runtime.optimizers import CombinedOptimizer
 from runtime.recipe import BatchSchedule
-from runtime.weights import find_checkpoint, model_from_checkpoint, read_checkpoint
+from runtime.weights import build_model, find_checkpoint, gpt2_in_our_names, read_checkpoint
 
 MODEL_SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
 
@@ -27,6 +27,11 @@ class Start:
     step: int = 0                               # steps done
     remedy: str = ""                            # what to do if the checkpoint cannot be used
 
+    @property
+    def flags(self) -> dict:
+        """{flag: value} that the run of the checkpoint was asked for."""
+        return self.checkpoint["config"]
+
 
 def find_start(flags, process, models: dict, load_model: Callable) -> Start:
     """Where the run of these flags begins, which are those of a new run.
@@ -35,13 +40,16 @@ def find_start(flags, process, models: dict, load_model: Callable) -> Start:
     """
     # All ranks look, so that an error on one is raised on all. Rank 0 decides: without a shared
     # file system other machines may have other checkpoints.
-    path = process.from_master(process.on_all_ranks(choose_checkpoint, flags))
+    with process.together():
+        path = choose_checkpoint(flags)
+    path = process.from_master(path)
     if path:
         named = Path(flags.resume)
         if flags.resume != "auto" and path.parent == Path(flags.out) and named != path:
             process.print0(f"--resume {flags.resume} says where a run begins, and the run in "
                            f"{flags.out} has begun: it continues")
-        return process.on_all_ranks(start_from_checkpoint, path, flags, models)
+        with process.together():
+            return start_from_checkpoint(path, flags, models)
 
     # If --init differed, some ranks would wait in rank0_first for others that never come.
     process.require_same({"--init": flags.init})
@@ -129,18 +137,40 @@ def reading_run_state(path: Path, remedy: str):
                    problem="does not hold the state of a run of train_gpt2.py")
 
 
+# ----------------------------------------------------------------------- its model
+
+def model_from_checkpoint(
+    checkpoint: dict, path: str | Path, models: dict, remedy: str = "choose another checkpoint"
+):
+    """The model of a checkpoint's dict: ours, nanoGPT's or build-nanogpt's.
+
+    `models` is {recipe: class}. UserError with `path` and `remedy` if it cannot be built.
+    """
+    with reading(path, remedy, problem="is not a model that this project can read"):
+        weights = checkpoint["model"]
+        recipe = "gpt2"
+        if "model_config" in checkpoint:                # this project's
+            recipe = checkpoint["recipe"]
+            settings = checkpoint["model_config"]
+        elif "model_args" in checkpoint:                # nanoGPT's
+            settings = checkpoint["model_args"] | {"gelu": "none"}
+        else:                                           # build-nanogpt's
+            settings = vars(checkpoint["config"]) | {"gelu": "tanh"}
+
+        if recipe not in models:
+            raise unexpected("its recipe", " or ".join(models), recipe)
+        if recipe == "gpt2":
+            weights = gpt2_in_our_names(weights)
+        return build_model(models[recipe], settings, weights)
+
+
 # ----------------------------------------------------------------------- what a run takes from it
 
-def restore(
-    start: Start,
-    data,
-    schedule: BatchSchedule,
-    optimizer: CombinedOptimizer,
-    scaler: torch.amp.GradScaler,
-) -> None:
+def restore(start: Start, data, schedule: BatchSchedule, state) -> None:
     """Loads everything but the weights: the position in the data, the moments, float16's scale.
 
-    UserError if the run has used other shards than those of --data, by their content.
+    `state` is a train_gpt2.TrainState. UserError if the run has used other shards than those in
+    --data, by their content.
     """
     checkpoint = start.checkpoint
     with reading_run_state(start.path, start.remedy):
@@ -154,17 +184,17 @@ def restore(
         schedule.resume(start.step, checkpoint["tokens"])
 
         for name, p in start.model.named_parameters():
-            if optimizer.holds(p):
-                own_optimizer = optimizer.optimizer_of[p]
+            if state.optimizer.holds(p):
+                own_optimizer = state.optimizer.optimizer_of[p]
                 own_optimizer.state[p] = read_state(checkpoint["optimizers"][name], name)
-        for one in optimizer.optimizers:
+        for one in state.optimizer.optimizers:
             put_on_device(one)
 
-        if scaler.is_enabled() and checkpoint["scaler"]:
+        if state.scaler.is_enabled() and checkpoint["scaler"]:
             if not 0 < checkpoint["scaler"]["scale"] < math.inf:
                 raise unexpected("its loss scale of float16", "a number above 0",
                                  checkpoint["scaler"]["scale"])
-            scaler.load_state_dict(checkpoint["scaler"])
+            state.scaler.load_state_dict(checkpoint["scaler"])
 
     # Its tensors are mapped from the file, which would keep its disk space even when it is removed.
     start.checkpoint = None
@@ -247,6 +277,25 @@ def outline(state: dict) -> dict:
     return result
 
 
+def check_content(content: dict, path: Path) -> None:
+    """RunError if a weight or a moment is not finite: such a checkpoint would replace good ones.
+
+    RunError, too, if an optimizer keeps something else than tensors and numbers in its state.
+    """
+    values = dict(content["model"])
+    for name, state in content["optimizers"].items():
+        for key, value in state.items():
+            values[f"{key} of {name}"] = value
+
+    for name, value in values.items():
+        if not isinstance(value, torch.Tensor | int | float | None):
+            raise RunError(f"{name} is a {type(value).__name__}, and {path.name} was not saved: an "
+                           "optimizer's state may hold tensors and numbers only, each by a name")
+        if not is_finite(value):
+            raise RunError(f"{name} is not finite after step {content['step']}, so {path.name} was "
+                           "not saved: lower --max_lr if this happens again")
+
+
 def is_finite(value) -> bool:
     """Whether an entry of an optimizer's state, a tensor, a number or None, is finite."""
     return value is None or bool(torch.as_tensor(value).isfinite().all())
@@ -273,7 +322,7 @@ def keep_together(model: torch.nn.Module, optimizer: CombinedOptimizer, process)
     rank = int(of_ranks.argmax())
     largest = of_ranks[rank].item()
     if largest > 1e-4:
-        raise process.error_on_rank0(RunError(
+        process.fail(RunError(
             f"process {rank} has drifted apart since the last checkpoint: its weights differ from "
             f"those of process 0 by {largest:.1e} of the largest one"))
 

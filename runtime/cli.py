@@ -7,7 +7,6 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import field
 from pathlib import Path
 
 __version__ = "0.1.0"       # of the project; CHANGELOG.md says what changed
@@ -44,20 +43,6 @@ def error_of_the_system(error: OSError) -> UserError | RunError:
 
 
 # ----------------------------------------------------------------------------- flags
-
-def flag(default, group, help, **metadata):
-    """A field of a Config dataclass that is also a flag. `metadata`:
-
-    word: what may stand in place of a number, as "auto"
-    choices: the only values
-    smallest, largest: the range of a number, if it is not 0 to 2^40, or 0 to 1e38 of a float
-    is_path: whether it is a path, in which ~ means the home folder
-    bare: the value of the flag without one
-    fixed: the value cannot change when a run resumes
-    per_run: the value is not taken from the checkpoint
-    """
-    return field(default=default, metadata={"group": group, "help": help, **metadata})
-
 
 def check_range(
     name: str, value: float, smallest: float, largest: float, meaning: str = ""
@@ -201,7 +186,7 @@ def run_command(main: Callable[[], int | None]) -> None:
 def returned_code(main: Callable[[], int | None]) -> int:
     try:
         return main() or 0
-    except SystemExit as error:                 # of --help, and of Process.error_on_rank0
+    except SystemExit as error:                 # of --help, and of Process.fail
         return error.code or 0
 
 

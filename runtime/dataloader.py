@@ -287,6 +287,12 @@ class Data:
         num_bytes = token_lengths()[targets].sum().item()       # <|endoftext|> has none
         return targets.size / (math.log(2) * max(1, num_bytes))
 
+    def choose_prompt(self, config) -> str:
+        """--sample_prompt, or if that is "auto" the first line of the validation shards."""
+        if config.sample_prompt == "auto":
+            return self.first_line()
+        return config.sample_prompt
+
     def first_line(self) -> str:
         """The first line of the validation shards that is not blank, to begin samples with.
 
@@ -327,7 +333,8 @@ def open_data(config) -> Data:
 
 def open_same_data(config, process) -> Data:
     """open_data. UserError if the ranks have different data; names of files may differ."""
-    data = process.on_all_ranks(open_data, config)
+    with process.together():
+        data = open_data(config)
     contents = {}
     for split, shards in data.fingerprints().items():
         for i, (_, *content) in enumerate(shards):

@@ -13,6 +13,20 @@ from runtime.recipe import Recipe
 from runtime.tokenizer import VOCAB_SIZE
 
 
+def flag(default, group, help, **metadata):
+    """A field of a Config dataclass that is also a flag. `metadata`:
+
+    word: what may stand in place of a number, as "auto"
+    choices: the only values
+    smallest, largest: the range of a number, if it is not 0 to 2^40, or 0 to 1e38 of a float
+    is_path: whether it is a path, in which ~ means the home folder
+    bare: the value of the flag without one
+    fixed: the value cannot change when a run resumes
+    per_run: the value is not taken from the checkpoint
+    """
+    return dataclasses.field(default=default, metadata={"group": group, "help": help, **metadata})
+
+
 @dataclasses.dataclass(frozen=True)
 class FlagTable:
     """All that gives a flag its value, but for the command line and a checkpoint."""
@@ -86,14 +100,8 @@ class FlagTable:
         set_automatic(config, **self.recipes[config.recipe].automatic(config))
         set_automatic(config, min_lr=config.max_lr / 10)
         config.dtype = choose_dtype(config.dtype, process.device)
-
-        # Micro-steps of more tokens are no faster, on an H200 and on CPUs (docs/speed.md). On a GPU
-        # a trial will tell whether so many fit into its memory. --compile auto is decided when the
-        # model is there, because it depends on the FLOPs of the run.
-        most_tokens = 4096
-        if process.on_gpu and not config.eval_only:
-            most_tokens = 65536
-        set_automatic(config, batch_size=max(1, most_tokens // config.sequence_length))
+        if config.eval_only:
+            set_automatic(config, compile=False)                # one evaluation would not repay it
         return flags, config
 
     def merge(self, given: dict, recorded: dict | None = None, shape: dict | None = None):
@@ -125,7 +133,7 @@ class FlagTable:
             return {}
         recorded = {}
         with reading_run_state(start.path, start.remedy):
-            values = start.checkpoint["config"]
+            values = start.flags
             for f in dataclasses.fields(self.Config):
                 if f.name not in values or f.metadata.get("per_run"):
                     continue

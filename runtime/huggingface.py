@@ -13,7 +13,7 @@ from torch import Tensor
 from runtime.cli import UserError, brief_error, print_error, unexpected
 from runtime.files import reading, replace_file
 from runtime.tokenizer import ASSETS, EOT, VOCAB_SIZE, bpe_file
-from runtime.weights import EMBEDDING, HEAD, model_from_checkpoint
+from runtime.weights import EMBEDDING, HEAD, build_model, gpt2_in_our_names
 
 # The models on the hub whose owner, openai-community, can be left out.
 OPENAI_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -86,10 +86,8 @@ def from_huggingface(source: str | Path, models: dict):
         else:
             recipe = "gpt2"
             config |= gpt2_settings(config)
-            weights = transpose(read_weights(folder))
-
-        checkpoint = {"model": weights, "model_config": config, "recipe": recipe}
-        return model_from_checkpoint(checkpoint, source, models, remedy)
+            weights = gpt2_in_our_names(transpose(read_weights(folder)))
+        return build_model(models[recipe], config, weights)
 
 
 def download_model(name: str) -> Path:

@@ -38,6 +38,7 @@ class LaunchedSteps:
         self.process = process
         self.steps = deque()            # the oldest first
         self.began = None               # where the next step begins; None: where it is launched
+        self.votes = 0.0                # of ranks that a signal asks to stop, in the steps logged
 
     def begin(self) -> None:
         """Notes when a step begins: where the last one ended, unless all were waited for."""
@@ -72,7 +73,7 @@ def check_finite(step: int, loss: float, norm: float, run) -> None:
     scaler = run.state.scaler               # to read its scale waits for a GPU, so it comes last
     if math.isfinite(loss) and scaler.is_enabled() and scaler.get_scale() >= 2**-9:
         return
-    raise run.process.error_on_rank0(RunError(
+    run.process.fail(RunError(
         f"the loss or the gradient of step {step} is not finite (loss {loss}, gradient norm "
         f"{norm}), and with the same settings it would be so again: lower --max_lr, and begin at "
         "an earlier checkpoint (--resume) in another --out"))

@@ -10,7 +10,6 @@ import math
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from runtime.layers import matmul_dtype
@@ -198,42 +197,3 @@ def chunked_cross_entropy(
     """ChunkedCrossEntropy, with gradients where torch computes gradients."""
     needs_gradient = torch.is_grad_enabled()
     return ChunkedCrossEntropy.apply(x, weight, targets, chunk, softcap, counts, needs_gradient)
-
-
-# ---------------------------------------------------------------------- copies
-# frontier predicts a token in two ways: by its head, with the probability p, and as a copy of a
-# token of the context. With the shares (B, T, S) of the S tokens and that of the head (B, T) the
-# probability is
-#
-#     head_share p + (the sum of the shares of those tokens that are the same)
-#
-# A share may be so small that float32 has 0 for it: the logarithm is never taken of less than TINY.
-
-TINY = 1e-37
-
-
-def logits_with_copies(
-    logits: Tensor, shares: Tensor, head_share: Tensor, tokens: Tensor
-) -> Tensor:
-    """The logarithms of the probabilities, float32 (B, T, V), of the head's logits with copies.
-
-    tokens (B, S) are those of the context.
-    """
-    probabilities = F.softmax(logits.float(), dim=2) * head_share[:, :, None]
-    ids = tokens[:, None].expand_as(shares)                                     # (B, T, S)
-    return probabilities.scatter_add(2, ids, shares).clamp(min=TINY).log()
-
-
-def gains_of_copies(
-    losses: Tensor, shares: Tensor, head_share: Tensor, tokens: Tensor, targets: Tensor
-) -> Tensor:
-    """By how much copies lower each loss (B, T) of the head, in nats; 0 where the target is -1.
-
-    tokens (B, S) are those of the context, targets (B, T).
-    """
-    is_same = tokens[:, None, :] == targets[:, :, None]                         # (B, T, S)
-    copied = (shares * is_same).sum(dim=2)                                      # (B, T)
-
-    # The loss falls from -ln(p) to -ln(head_share p + copied).
-    ratio = head_share + copied * losses.exp()
-    return ratio.clamp(min=TINY).log() * (targets >= 0)

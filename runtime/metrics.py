@@ -1,10 +1,12 @@
 """OUT/metrics.csv: one row for each step, with what it measured."""
+import itertools
 import math
+import os
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from runtime.files import reading
+from runtime.files import is_there, naming, reading, replace_file, sync
 
 # The columns, and how their numbers are written.
 FORMATS = {
@@ -122,3 +124,115 @@ def read_metrics(path: str | Path, remedy: str = REMEDY) -> Metrics:
         for line in read_lines(path).values():
             metrics.add_line(line)
     return metrics
+
+
+class MetricsFile(Metrics):
+    """The metrics.csv that a run writes: its rows are in memory, too."""
+
+    def __init__(self, path: Path, tokens_before: Callable[[int], int]):
+        super().__init__()
+        self.path = path
+        self.tokens_before = tokens_before      # step -> the tokens of all steps before it
+        self.file = None                # the file, where it is open for writing
+        self.row = None                 # {column: text} of the last row, until it is in the file
+
+    def continue_at(self, step: int) -> None:
+        """Makes the file anew, with the rows that it has up to `step`. UserError if it is damaged.
+
+        Of a row of `step` itself the evaluations stay: the step will be trained again.
+        """
+        lines = {}
+        if step > 0 and is_there(self.path):
+            with reading(self.path, REMEDY):
+                lines = {s: line for s, line in read_lines(self.path).items() if s <= step}
+                for line in lines.values():
+                    self.add_line(line)
+
+        if step in lines:
+            for name in ("train", "lr", "norm", "tokens_per_second"):
+                self.set(name, math.nan)
+            lines[step] = line_of(self.last_row())
+        text = "".join(f"{line}\n" for line in itertools.chain([HEADER], lines.values()))
+        replace_file(self.path, lambda file: file.write(text.encode()))
+
+    @property
+    def seconds(self) -> float:
+        """The time of all steps so far."""
+        # The `seconds` of a row do not include its own step. If that was trained, its time is added
+        # here: its tokens divided by its rate.
+        if not self:
+            return 0.0
+        last = self[-1]
+        rate = last["tokens_per_second"]
+        if rate is None:
+            return last["seconds"]
+        tokens = self.tokens_before(last["step"] + 1) - self.tokens_before(last["step"])
+        return last["seconds"] + tokens / rate
+
+    def add(self, step: int, **cells: float) -> None:
+        """Records cells of the row of `step`: those of its evaluations, then those of its training.
+
+        The row is written when it has them all, so that a kill leaves no half of one; or before, if
+        a checkpoint of the step is saved.
+        """
+        if self.has_row(step) and self.row is None:
+            self.reopen_row()
+        if not self.has_row(step):
+            self.end_row()
+            cells = dict(step=step, tokens=self.tokens_before(step), seconds=self.seconds) | cells
+            self.add_row()
+            self.row = {}
+        for name, value in cells.items():
+            self.row[name] = format(value, FORMATS[name])
+            self.set(name, float(self.row[name]))
+        if "train" in cells:
+            self.end_row()
+
+    def was_evaluated(self, step: int) -> bool:
+        """Whether the last row is that of this step, and has its evaluations."""
+        if not self.has_row(step):
+            return False
+        return self[-1]["val"] is not None or self[-1]["hella"] is not None
+
+    def has_row(self, step: int) -> bool:
+        """Whether the last row is that of this step."""
+        return len(self) > 0 and self[-1]["step"] == step
+
+    def is_lowest(self, step: int) -> bool:
+        """Whether the validation loss of this step is the lowest of the run so far."""
+        best = self.lowest()
+        return best is not None and best[1] == step
+
+    def end_row(self) -> None:
+        """Writes the last row, if it is not in the file yet."""
+        if self.row is None:
+            return
+        with naming(self.path):
+            if self.file is None:
+                # Not "a", which would begin a new file where the disk with this one is away.
+                self.file = open(self.path, "r+", newline="\n")
+                self.file.seek(0, os.SEEK_END)
+            print(line_of(self.row), file=self.file, flush=True)
+        self.row = None
+
+    def last_row(self) -> dict[str, str]:
+        """{column: text} of the cells of the last row that are not empty."""
+        cells = self[-1].items()
+        return {name: format(value, FORMATS[name]) for name, value in cells if value is not None}
+
+    def reopen_row(self) -> None:
+        """Takes the last row out of the file again, for what else its step measures."""
+        # Not by a truncate, which not all file systems have: s3fs would keep both rows.
+        self.close()
+        self.row = self.last_row()
+        with naming(self.path):
+            text = self.path.read_bytes()
+        end_of_others = text[:-1].rfind(b"\n") + 1
+        replace_file(self.path, lambda file: file.write(text[:end_of_others]))
+
+    def close(self) -> None:
+        """Puts the file onto the disk. What mounts a bucket uploads a file when it is closed."""
+        file, self.file = self.file, None
+        if file:
+            with naming(self.path), file:
+                sync(file.fileno())

@@ -1,5 +1,4 @@
 """The folder --out of a run: metrics.csv, checkpoints, loss.png; and Weights & Biases."""
-import itertools
 import math
 import os
 import time
@@ -11,22 +10,21 @@ from pathlib import Path
 
 import torch
 
-from runtime.checkpoint import Start, choose_checkpoint, is_finite
+from runtime.checkpoint import Start, check_content, choose_checkpoint
 from runtime.cli import RunError, UserError, brief_error, error_of_the_system, print_error
 from runtime.files import (
     checkpoints,
     is_there,
-    lock_folder,
-    naming,
     read_text,
-    reading,
     remove_leftovers,
     replace_file,
-    sync,
     what_resumes,
 )
-from runtime.metrics import FORMATS, HEADER, REMEDY, Metrics, line_of, read_lines
+from runtime.lock import lock_folder
+from runtime.machines import lost_machine
+from runtime.metrics import MetricsFile
 from runtime.plots import plot_run
+from runtime.recipe import BatchSchedule
 
 # What a run writes beside its checkpoints.
 RUN_FILES = ("metrics.csv", "loss.png", "wandb_id")
@@ -40,15 +38,12 @@ class Output:
     a context manager an Output completes and closes its files, however the run ends.
     """
 
-    def __init__(self, config, process, tokens_before: Callable[[int], int]):
+    def __init__(self, config, process, schedule: BatchSchedule):
         self.config = config
         self.process = process
-        self.tokens_before = tokens_before      # step -> the tokens of all steps before it
         self.out = Path(config.out)
+        self.metrics = MetricsFile(self.out / "metrics.csv", schedule.tokens_before)
         self.lock = None                # the locked file; None: nothing is written
-        self.metrics = Metrics()
-        self.table = None               # metrics.csv, where it is open for writing
-        self.row = None                 # {column: text} of the last row, until it is in the file
         self.wandb = None
         self.picture_due = 0.0          # when draw_losses may make the next loss.png
 
@@ -72,124 +67,23 @@ class Output:
         if not checkpoints(self.out):
             keep_aside(self.out, self.process.print0)
 
-        self.continue_metrics(start.step)
+        if checkpoints(self.out) and not is_there(self.metrics.path):
+            self.process.print0(
+                f"{self.out} has checkpoints, but no metrics.csv with their validation losses: the "
+                f"checkpoints up to step {start.step} stay, because one of them may be the best")
+        self.metrics.continue_at(start.step)
         if self.config.wandb:
             self.wandb = open_wandb(self.out.resolve(), vars(self.config), resumes=start.step > 0)
 
     # ------------------------------------------------------------------------- metrics.csv
 
-    def continue_metrics(self, step: int) -> None:
-        """Makes metrics.csv anew, with the rows that it has up to `step`.
-
-        Of a row of `step` itself the evaluations stay: the step will be trained again.
-        """
-        path = self.out / "metrics.csv"
-        lines = {}
-        if step > 0 and is_there(path):
-            with reading(path, REMEDY):
-                lines = {s: line for s, line in read_lines(path).items() if s <= step}
-                for line in lines.values():
-                    self.metrics.add_line(line)
-        elif checkpoints(self.out):
-            self.process.print0(
-                f"{self.out} has checkpoints, but no metrics.csv with their validation losses: the "
-                f"checkpoints up to step {step} stay, because one of them may be the best")
-
-        if step in lines:
-            for name in ("train", "lr", "norm", "tokens_per_second"):
-                self.metrics.set(name, math.nan)
-            lines[step] = line_of(self.last_row())
-        lines = itertools.chain([HEADER], lines.values())
-        replace_file(path, lambda file: file.writelines(f"{line}\n".encode() for line in lines))
-
-    @property
-    def seconds(self) -> float:
-        """The time of all steps so far."""
-        # The `seconds` of a row do not include its own step. If that was trained, its time is added
-        # here: its tokens divided by its rate.
-        if not self.metrics:
-            return 0.0
-        last = self.metrics[-1]
-        rate = last["tokens_per_second"]
-        if rate is None:
-            return last["seconds"]
-        tokens = self.tokens_before(last["step"] + 1) - self.tokens_before(last["step"])
-        return last["seconds"] + tokens / rate
-
     def add(self, step: int, **cells: float) -> None:
-        """Records cells of the row of `step`: those of its evaluations, then those of its training.
-
-        The row is written when it has them all, so that a kill leaves no half of one; or before, if
-        a checkpoint of the step is saved.
-        """
+        """Records cells of the row of `step` in metrics.csv, and at Weights & Biases."""
         if self.lock is None:
             return
         if self.wandb:
             self.wandb.log(cells, step=step)
-        if self.has_row(step) and self.row is None:
-            self.reopen_row()
-        if not self.has_row(step):
-            self.end_row()
-            cells = dict(step=step, tokens=self.tokens_before(step), seconds=self.seconds) | cells
-            self.metrics.add_row()
-            self.row = {}
-        for name, value in cells.items():
-            self.row[name] = format(value, FORMATS[name])
-            self.metrics.set(name, float(self.row[name]))
-        if "train" in cells:
-            self.end_row()
-
-    def was_evaluated(self, step: int) -> bool:
-        """Whether the last row is that of this step, and has its evaluations."""
-        if not self.has_row(step):
-            return False
-        last = self.metrics[-1]
-        return last["val"] is not None or last["hella"] is not None
-
-    def has_row(self, step: int) -> bool:
-        """Whether the last row is that of this step."""
-        return len(self.metrics) > 0 and self.metrics[-1]["step"] == step
-
-    def is_lowest(self, step: int) -> bool:
-        """Whether the validation loss of this step is the lowest of the run so far."""
-        best = self.metrics.lowest()
-        return best is not None and best[1] == step
-
-    def end_row(self) -> None:
-        """Writes the last row, if it is not in the file yet."""
-        if self.row is None:
-            return
-        path = self.out / "metrics.csv"
-        with naming(path):
-            if self.table is None:
-                # Not "a", which would begin a new file where the disk with this one is away.
-                self.table = open(path, "r+", newline="\n")
-                self.table.seek(0, os.SEEK_END)
-            print(line_of(self.row), file=self.table, flush=True)
-        self.row = None
-
-    def last_row(self) -> dict[str, str]:
-        """{column: text} of the cells of the last row that are not empty."""
-        cells = self.metrics[-1].items()
-        return {name: format(value, FORMATS[name]) for name, value in cells if value is not None}
-
-    def reopen_row(self) -> None:
-        """Takes the last row out of the file again, for what else its step measures."""
-        # Not by a truncate, which not all file systems have: s3fs would keep both rows.
-        self.close_table()
-        self.row = self.last_row()
-        path = self.out / "metrics.csv"
-        with naming(path):
-            text = path.read_bytes()
-        end_of_others = text[:-1].rfind(b"\n") + 1
-        replace_file(path, lambda file: file.write(text[:end_of_others]))
-
-    def close_table(self) -> None:
-        """Puts metrics.csv onto the disk. What mounts a bucket uploads a file when it is closed."""
-        table, self.table = self.table, None
-        if table:
-            with naming(table.name), table:
-                sync(table.fileno())
+        self.metrics.add(step, **cells)
 
     def draw_losses(self, last: bool = False) -> None:
         """Draws loss.png, at most once in PICTURE_SECONDS, and at the end (`last`).
@@ -215,7 +109,7 @@ class Output:
 
     # ------------------------------------------------------------------------- checkpoints
 
-    def save(self, content: dict) -> None:
+    def save(self, step: int, content: dict) -> None:
         """Writes OUT/checkpoint_STEP.pt atomically, and keeps the newest ones and the best.
 
         On a GPU a thread writes while training continues: the tensors have to be copies. Its error
@@ -224,17 +118,17 @@ class Output:
         self.finish_save()
 
         # After a loss of power no checkpoint may be newer than the record that it continues.
-        self.end_row()
-        self.close_table()
+        self.metrics.end_row()
+        self.metrics.close()
 
-        old = self.superfluous_after(content["step"])
-        self.pending = self.executor.submit(self._write, content, old)
+        old = self.superfluous_after(step)
+        self.pending = self.executor.submit(self._write, step, content, old)
         if self.process.device == "cpu":
             self.finish_save()
 
     def superfluous_after(self, step: int) -> list[Path]:
         """The checkpoints to remove when the one of `step` is there."""
-        if self.is_lowest(step):
+        if self.metrics.is_lowest(step):
             # At the periods a checkpoint comes before the evaluation, when its loss is not known.
             self.extras.add(step)
 
@@ -255,10 +149,10 @@ class Output:
             first_row = self.metrics[0]["step"]
         return [path for s, path in saved.items() if s not in kept and s > first_row]
 
-    def _write(self, content, old):
+    def _write(self, step, content, old):
         began = time.perf_counter()
-        path = self.out / f"checkpoint_{content['step']:06d}.pt"
-        refuse_non_finite(content, path)
+        path = self.out / f"checkpoint_{step:06d}.pt"
+        check_content(content, path)
         save_atomically(path, content)
         for superfluous in old:
             superfluous.unlink(missing_ok=True)
@@ -285,13 +179,13 @@ class Output:
     def __exit__(self, kind, error, traceback):
         try:
             self.finish_save()
-            self.end_row()                          # of the last evaluation
+            self.metrics.end_row()                  # of the last evaluation
         except (RunError, OSError) as error_of_save:
             if error is None:
                 error = error_of_save
         finally:
             self.executor.shutdown()
-            for file in (self.table, self.lock):
+            for file in (self.metrics.file, self.lock):
                 if file:
                     with suppress(OSError):         # a full disk, which `error` tells
                         file.close()
@@ -299,6 +193,8 @@ class Output:
                 self.wandb.finish()
 
         # What ends a run gets a sentence about how it goes on.
+        if isinstance(error, RuntimeError):
+            error = lost_machine(self.process) or error
         if isinstance(error, UserError | RunError | OSError) and self.config.out:
             if isinstance(error, OSError):
                 error = RunError(str(error_of_the_system(error)))
@@ -337,25 +233,6 @@ def save_atomically(path: Path, content: dict) -> None:
         if not isinstance(cause, OSError):
             raise
         raise OSError(cause.errno, cause.strerror, str(path)) from None
-
-
-def refuse_non_finite(content: dict, path: Path) -> None:
-    """RunError if a weight or a moment is not finite: such a checkpoint would replace good ones.
-
-    RunError, too, if an optimizer keeps something else than tensors and numbers in its state.
-    """
-    values = dict(content["model"])
-    for name, state in content["optimizers"].items():
-        for key, value in state.items():
-            values[f"{key} of {name}"] = value
-
-    for name, value in values.items():
-        if not isinstance(value, torch.Tensor | int | float | None):
-            raise RunError(f"{name} is a {type(value).__name__}, and {path.name} was not saved: an "
-                           "optimizer's state may hold tensors and numbers only, each by a name")
-        if not is_finite(value):
-            raise RunError(f"{name} is not finite after step {content['step']}, so {path.name} was "
-                           "not saved: lower --max_lr if this happens again")
 
 
 def open_wandb(out: Path, config: dict, resumes: bool):

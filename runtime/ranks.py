@@ -4,9 +4,11 @@ import os
 import signal
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from inspect import signature
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -84,21 +86,22 @@ class Process:
         """Rank 0's value, on all ranks."""
         return self.gather(value)[0]
 
-    def error_on_rank0(self, error: UserError | RunError) -> BaseException:
-        """What a rank raises for a mistake that all ranks have noticed: only rank 0 prints it."""
+    def fail(self, error: UserError | RunError) -> NoReturn:
+        """Raises an error that all ranks have noticed: only rank 0 prints it."""
         if self.is_master:
-            return error
-        return SystemExit(exit_code(error))
+            raise error
+        raise SystemExit(exit_code(error))
 
-    def on_all_ranks(self, function, *args):
-        """function(*args) on every rank.
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Around what each rank does by itself, and all come to: a mistake on one ends all of them.
 
-        A mistake on one rank ends all of them, so that none waits for a rank that has ended. Ranks
-        other than 0 see it as a SystemExit: a caller that catches UserError would go on alone.
+        So none waits for a rank that has ended. Inside, no rank may wait for another. Ranks other
+        than 0 see the mistake as a SystemExit: a caller that catches UserError would go on alone.
         """
-        result = failure = None
+        failure = None
         try:
-            result = function(*args)
+            yield
         except (UserError, RunError) as error:
             failure = error
         except OSError as error:
@@ -112,20 +115,14 @@ class Process:
             message = str(error)
             if rank > 0:
                 message = f"process {rank}: {message}"
-            raise self.error_on_rank0(type(error)(message))
-        return result
+            self.fail(type(error)(message))
 
     def rank0_first(self, function, *args):
         """function(*args) on rank 0, which fills caches on the disk, and then on the others."""
-        def nothing():
-            return None
-
-        if self.is_master:
-            result = self.on_all_ranks(function, *args)
-            self.on_all_ranks(nothing)
-        else:
-            self.on_all_ranks(nothing)
-            result = self.on_all_ranks(function, *args)
+        for its_turn in (self.is_master, not self.is_master):
+            with self.together():
+                if its_turn:
+                    result = function(*args)
         return result
 
     def require_same(
@@ -141,7 +138,7 @@ class Process:
             for name in of_master | of_rank:
                 found, expected = of_rank.get(name), of_master.get(name)
                 if found != expected:
-                    raise self.error_on_rank0(error(
+                    self.fail(error(
                         f"process {rank}: {name} is {safe_repr(found)}, but "
                         f"{safe_repr(expected)} on process 0: {remedy}"))
 
@@ -196,11 +193,12 @@ class Process:
 # ----------------------------------------------------------------------- torchrun's environment
 
 def read_process() -> Process:
-    """The Process that torchrun's environment describes, without its device.
+    """The Process that torchrun's environment describes, without its device. It ends with torchrun.
 
     UserError if the environment has text in place of a number. A single process has rank 0,
     whatever RANK and LOCAL_RANK are left in the environment.
     """
+    die_with_torchrun()
     world_size = read_number("WORLD_SIZE", 1)
     if world_size == 1:
         return Process()
@@ -210,6 +208,7 @@ def read_process() -> Process:
                         f"and LOCAL_RANK={process.local_rank} do not fit together: start several "
                         "processes with torchrun, which sets all three, or one with "
                         "`env -u WORLD_SIZE`")
+    warn_without_torchrun(process)
     return process
 
 

@@ -117,36 +117,7 @@ def check_zip(path: str | Path) -> None:
             raise ValueError(f"its record {damaged} is damaged and has another CRC-32")
 
 
-# ---------------------------------------------------------------------- from a dict to a model
-
-def model_from_checkpoint(
-    checkpoint: dict, path: str | Path, models: dict, remedy: str = "choose another checkpoint"
-):
-    """The model of a checkpoint's dict: ours, nanoGPT's or build-nanogpt's.
-
-    `models` is {recipe: class}. UserError with `path` and `remedy` if it cannot be built.
-    """
-    with reading(path, remedy, problem="is not a model that this project can read"):
-        weights = checkpoint["model"]
-        recipe = "gpt2"
-        if "model_config" in checkpoint:                # this project's
-            recipe = checkpoint["recipe"]
-            config = checkpoint["model_config"]
-        elif "model_args" in checkpoint:                # nanoGPT's
-            config = checkpoint["model_args"] | {"gelu": "none"}
-        else:                                           # build-nanogpt's
-            config = vars(checkpoint["config"]) | {"gelu": "tanh"}
-
-        if recipe not in models:
-            raise unexpected("its recipe", " or ".join(models), recipe)
-        cls = models[recipe]
-        names = [f.name for f in dataclasses.fields(cls.Config)]
-        config = cls.Config(**{name: config[name] for name in names})
-
-        if recipe == "gpt2":
-            weights = gpt2_in_our_names(weights)
-        return build_model(cls, config, weights)
-
+# ---------------------------------------------------------------------- from weights to a model
 
 def gpt2_in_our_names(state_dict: dict) -> dict:
     """A GPT-2's state dict of any project, with the names and tensors of model.GPT's."""
@@ -195,11 +166,13 @@ def check_config(config) -> None:
 
 
 @torch.no_grad()
-def build_model(cls: type, config, state_dict: dict):
-    """A `cls(config)` with the weights of `state_dict`, as float32.
+def build_model(cls: type, settings: dict, state_dict: dict):
+    """A `cls` with these settings, {field of its Config: value}, and weights, as float32.
 
     ValueError, or an error of torch's, if they do not fit.
     """
+    names = [f.name for f in dataclasses.fields(cls.Config)]
+    config = cls.Config(**{name: settings[name] for name in names})
     check_config(config)
 
     # On "meta" a model has names and shapes, but allocates nothing. The tensors of the file take

@@ -18,7 +18,7 @@ import fineweb
 import frontier
 import runtime.text
 from config import Config
-from presets import PRESETS
+from presets import PRESETS, next_command
 from runtime.cli import UserError
 from runtime.recipe import make_batch_schedule
 from runtime.shards import list_shards, read_shard, unfinished, write_shard
@@ -635,7 +635,7 @@ def test_the_last_line_is_a_command_that_runs_as_printed(folder, capsys):
 @pytest.mark.parametrize("preset, count", [
     ("shakespeare", 32_767_999), ("small", 32_768_000), ("small", 10**9 - 1), ("gpt2", 10**9)])
 def test_the_last_line_names_the_preset_for_so_many_training_tokens(preset, count):
-    line = fineweb.next_command(Path("d"), [10**5], [count - 1, 1])
+    line = next_command(Path("d"), [10**5], [count - 1, 1])
     assert f"--preset {preset} " in line
 
 
@@ -646,7 +646,7 @@ def test_the_last_line_names_the_preset_for_so_many_training_tokens(preset, coun
     (2 * 10**6, 1, 0.02)])
 def test_the_last_line_has_the_steps_of_two_epochs_of_a_small_text_and_one_of_a_large(
         count, expected, tolerance):
-    words = fineweb.next_command(Path("d"), [10**5], [count]).split()
+    words = next_command(Path("d"), [10**5], [count]).split()
     max_steps = int(words[words.index("--max_steps") + 1])
     config = Config(**PRESETS["shakespeare"].flags | {"max_steps": max_steps})
     config.sequence_length = config.block_size
@@ -657,7 +657,7 @@ def test_the_last_line_has_the_steps_of_two_epochs_of_a_small_text_and_one_of_a_
 
 @pytest.mark.parametrize("count", [306_054, 600_000, 10**6, 10**7])
 def test_a_run_of_the_last_line_validates_at_most_ten_times_where_it_has_a_checkpoint(count):
-    words = fineweb.next_command(Path("d"), [10**5], [count]).split()
+    words = next_command(Path("d"), [10**5], [count]).split()
     flags = dict(zip(words, words[1:], strict=False))
     preset = PRESETS["shakespeare"].flags
     val_every = int(flags.get("--val_every", preset["val_every"]))
@@ -668,7 +668,7 @@ def test_a_run_of_the_last_line_validates_at_most_ten_times_where_it_has_a_check
 
 @pytest.mark.parametrize("count, off", [(306_054, False), (10**6, True), (10**7, True)])
 def test_the_last_line_turns_weight_decay_off_in_long_runs(count, off):
-    words = fineweb.next_command(Path("d"), [10**5], [count]).split()
+    words = next_command(Path("d"), [10**5], [count]).split()
     assert ("--weight_decay" in words) == off
 
 
@@ -681,20 +681,20 @@ def test_small_reads_its_text_once_at_most():
     ("shakespeare", 10**6), ("small", 10**8), ("gpt2", 10**9)])
 def test_a_sequence_and_its_last_target_fit_into_a_shard(preset, count):
     T = PRESETS[preset].flags.get("block_size", Config.block_size)
-    assert "--block_size" not in fineweb.next_command(Path("d"), [T + 1], [count])
-    assert fineweb.next_command(Path("d"), [T], [count]).endswith(f"--block_size {T // 2}")
+    assert "--block_size" not in next_command(Path("d"), [T + 1], [count])
+    assert next_command(Path("d"), [T], [count]).endswith(f"--block_size {T // 2}")
 
 
 def test_a_sequence_of_the_last_line_fits_into_small_shards_of_both_splits():
-    words = fineweb.next_command(Path("d"), [10**5], [300] * 1000).split()
+    words = next_command(Path("d"), [10**5], [300] * 1000).split()
     assert words[-2:] == ["--block_size", "256"]
-    words = fineweb.next_command(Path("d"), [300] * 100, [10**6]).split()
+    words = next_command(Path("d"), [300] * 100, [10**6]).split()
     assert words[-2:] == ["--block_size", "256"]
 
 
 def test_a_short_last_shard_does_not_shorten_the_sequences():
     T = PRESETS["shakespeare"].flags["block_size"]
-    line = fineweb.next_command(Path("d"), [T + 1, 3], [10**6, 3])
+    line = next_command(Path("d"), [T + 1, 3], [10**6, 3])
     assert "--block_size" not in line
 
 

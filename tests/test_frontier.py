@@ -362,7 +362,7 @@ def look_at_text(run):
 
 @pytest.mark.parametrize("recipe", ["gpt2", "speedrun", "frontier"])
 def test_frontier_alone_computes_the_logits_of_a_sample_drawn_for_each_step(recipe, monkeypatch):
-    run = make_run(recipe=recipe)
+    run = make_run(recipe=recipe, cooldown=0.5)
     monkeypatch.setattr(frontier, "VOCAB_SIZE", 96)
     run.loader.tokens_of_step = lambda step: tokens(8, 25)
     look_at_text(run)

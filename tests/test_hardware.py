@@ -18,24 +18,22 @@ import train_gpt2
 from config import Config
 from model import GPT, GPTConfig
 from recipes import RECIPES
-from runtime import hardware
+from runtime import hardware, micro_batch
 from runtime.cli import RunError, UserError
 from runtime.hardware import (
     choose_compile,
     choose_device,
     choose_dtype,
-    choose_micro_batch,
     compiling_pays,
     cpu_has_bfloat16,
     device_name,
-    fits_in_memory,
     is_out_of_memory,
     memory_errors,
     peak_flops,
     peak_memory,
-    time_micro_step,
     tune_malloc,
 )
+from runtime.micro_batch import choose_micro_batch, fits_in_memory, time_micro_step
 from runtime.ranks import Process
 from runtime.recipe import BatchSchedule
 
@@ -354,7 +352,7 @@ class Card:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *device: (self.free, None))
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
-        monkeypatch.setattr(hardware, "time_micro_step", self.time_micro_step)
+        monkeypatch.setattr(micro_batch, "time_micro_step", self.time_micro_step)
 
     def time_micro_step(self, state, T, device, B, reserved):
         self.tried.append(B)
@@ -500,8 +498,8 @@ def chosen_on_cpu(monkeypatch):
     def choose(limit, process, compile=False, sequences=24):
         tried = []
         monkeypatch.setattr(
-            hardware, "time_micro_step", lambda state, T, device, B, reserved: tried.append(B))
-        monkeypatch.setattr(hardware, "settle_buckets", lambda *arguments: None)
+            micro_batch, "time_micro_step", lambda state, T, device, B, reserved: tried.append(B))
+        monkeypatch.setattr(micro_batch, "settle_buckets", lambda *arguments: None)
         config = Config(batch_size=limit, sequence_length=8, compile=compile)
         schedule = BatchSchedule(sequences * 8, 10)
         return choose_micro_batch(config, True, schedule, None, process), tried
@@ -586,7 +584,7 @@ def test_a_trial_tells_the_time_of_its_second_micro_step(state, monkeypatch):
         clock.now += 2.5 if clock.shapes else 100.0
         clock.shapes.append(inputs[0].shape)
 
-    monkeypatch.setattr(hardware.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(micro_batch.time, "perf_counter", lambda: clock.now)
     state.model.register_forward_pre_hook(compute)
 
     assert time_micro_step(state, T=8, device="cpu", B=3) == 2.5

@@ -10,7 +10,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import train_gpt2
 from model import GPT
-from runtime import hardware, launched
+from runtime import launched, micro_batch
 from runtime.cli import RunError
 from runtime.metrics import read_metrics
 from runtime.ranks import Process, Stopped
@@ -312,7 +312,7 @@ def test_a_dry_run_tells_the_time_of_a_step_and_makes_none(flags, tmp_path, caps
 
 
 def set_time_of_a_micro_step(seconds):
-    hardware.time_micro_step = lambda *args: seconds
+    micro_batch.time_micro_step = lambda *args: seconds
 
 
 @pytest.mark.parametrize("processes, time", [(1, "0:00:24"), (2, "0:00:12")])

@@ -40,6 +40,11 @@ def add(a, b):
     return a + b
 
 
+def together(process, function, *args):
+    with process.together():
+        return function(*args)
+
+
 def fail(error):
     raise error
 
@@ -89,7 +94,7 @@ def test_a_process_alone_agrees_with_itself():
     assert process.sum(1, 2.5) == [1, 2.5]
     assert process.gather("a") == ["a"]
     assert process.from_master("a") == "a"
-    assert process.on_all_ranks(add, 1, 2) == 3
+    assert together(process, add, 1, 2) == 3
     assert process.rank0_first(add, 1, 2) == 3
     process.require_same({"--seed": 1})
 
@@ -102,7 +107,7 @@ def say_what_ranks_agree_on():
         "sum": process.sum(own, 10 * own),
         "gather": process.gather(f"rank {process.rank}"),
         "from_master": process.from_master(own),
-        "on_all_ranks": process.on_all_ranks(add, own, 100),
+        "together": together(process, add, own, 100),
         "rank0_first": process.rank0_first(add, own, 100),
     }
     print(json.dumps(found))
@@ -117,7 +122,7 @@ def test_two_ranks_add_up_and_hear_each_other():
             "sum": [3, 30],
             "gather": ["rank 0", "rank 1"],
             "from_master": 1,
-            "on_all_ranks": 101 + rank,
+            "together": 101 + rank,
             "rank0_first": 101 + rank,
         }
 
@@ -125,13 +130,13 @@ def test_two_ranks_add_up_and_hear_each_other():
 @pytest.mark.parametrize("error", [UserError("wrong"), RunError("failed")], ids=repr)
 def test_a_mistake_of_rank_0_is_printed_as_it_is(error):
     with pytest.raises(type(error), match=f"^{error}$"):
-        OneOfTwo(0, None).on_all_ranks(fail, error)
+        together(OneOfTwo(0, None), fail, error)
 
 
 @pytest.mark.parametrize("error", [UserError("wrong"), RunError("failed")], ids=repr)
 def test_a_mistake_of_another_rank_is_printed_by_rank_0_and_names_the_rank(error):
     with pytest.raises(type(error), match=f"^process 1: {error}$"):
-        OneOfTwo(0, error).on_all_ranks(add, 1, 2)
+        together(OneOfTwo(0, error), add, 1, 2)
 
 
 @pytest.mark.parametrize("own, others", [
@@ -141,7 +146,7 @@ def test_a_mistake_of_another_rank_is_printed_by_rank_0_and_names_the_rank(error
 ])
 def test_other_ranks_end_in_silence_with_the_same_exit_code(own, others, capsys):
     with pytest.raises(SystemExit) as ended:
-        OneOfTwo(1, others).on_all_ranks(fail, own)
+        together(OneOfTwo(1, others), fail, own)
 
     assert ended.value.code == exit_code(own)
     assert capsys.readouterr().err == ""
@@ -149,18 +154,18 @@ def test_other_ranks_end_in_silence_with_the_same_exit_code(own, others, capsys)
 
 def test_other_ranks_end_with_a_mistake_that_rank_0_has():
     with pytest.raises(SystemExit) as ended:
-        OneOfTwo(1, UserError("wrong")).on_all_ranks(add, 1, 2)
+        together(OneOfTwo(1, UserError("wrong")), add, 1, 2)
     assert ended.value.code == 2
 
 
 def test_what_the_system_refuses_to_one_rank_ends_all():
     with pytest.raises(UserError, match="private"):
-        OneOfTwo(0, None).on_all_ranks(fail, PermissionError(13, "Permission denied", "private"))
+        together(OneOfTwo(0, None), fail, PermissionError(13, "Permission denied", "private"))
 
 
 def test_a_disk_that_fails_under_one_rank_ends_all_as_a_failure_of_the_system():
     with pytest.raises(RunError, match="a.npy"):
-        OneOfTwo(0, None).on_all_ranks(fail, OSError(errno.EIO, "Input/output error", "a.npy"))
+        together(OneOfTwo(0, None), fail, OSError(errno.EIO, "Input/output error", "a.npy"))
 
 
 def test_rank_0_fills_the_caches_before_the_others_look():

@@ -14,29 +14,13 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from runtime.cli import RunError
-from runtime.ranks import Process, warn_without_torchrun
+from runtime.ranks import Process
 
 SILENCE = 120           # seconds without an answer after which a machine counts as gone
 ANSWER = 2              # seconds in which a machine that is there answers a call
 
 
 # ----------------------------------------------------------------------- finding each other
-
-def init_process_group(process: Process, backend: str) -> None:
-    """dist.init_process_group, of ranks that may be restarted on machines that may be lost."""
-    warn_without_torchrun(process)          # a WORLD_SIZE left in the shell would wait for ever
-
-    # The ranks wait while rank 0 downloads: HellaSwag, or 6 GB of gpt2-xl with --init.
-    timeout = timedelta(hours=1)
-    dist.init_process_group(
-        backend,
-        store=shared_store(process, timeout),       # without addresses of dead ranks
-        rank=process.rank,
-        world_size=process.world_size,
-        timeout=timeout,
-    )
-    watch_machines(process)
-
 
 def shared_store(process: Process, timeout: timedelta) -> dist.Store:
     """The store by which the ranks of this start find each other."""
@@ -116,15 +100,25 @@ def own_connections() -> Iterator[socket.socket]:
 
 @contextmanager
 def lost_machines(process: Process) -> Iterator[None]:
-    """Around what the ranks do together: RunError that names the machines that do not answer."""
+    """Around all that the ranks do together: RunError if a machine does not answer any more."""
+    if process.world_size > 1:
+        watch_machines(process)
     try:
         yield
     except RuntimeError:                        # gloo's; another one if all machines answer
-        silent = silent_machines(process)
-        if not silent:
+        lost = lost_machine(process)
+        if lost is None:
             raise
-        raise RunError(f"no answer from machine {', '.join(silent)}: it has no power, or the "
-                       "network between is cut") from None
+        raise lost from None
+
+
+def lost_machine(process: Process) -> RunError | None:
+    """A RunError that names the machines that do not answer now; None if all do."""
+    silent = silent_machines(process)
+    if not silent:
+        return None
+    return RunError(f"no answer from machine {', '.join(silent)}: it has no power, or the network "
+                    "between is cut")
 
 
 def silent_machines(process: Process) -> list[str]:
