@@ -31,7 +31,8 @@ from tqdm import tqdm
 
 from presets import next_command
 from runtime.cli import FlagParser, UserError, check_range, run_command, user_path
-from runtime.files import lock_folder, remove_leftovers
+from runtime.files import remove_leftovers
+from runtime.lock import lock_folder
 from runtime.shards import (
     count_tokens, file_sha256, list_shards, manifest_to_continue, read_manifest, shard_names,
     unfinished, write_manifest, write_parts)

@@ -1,4 +1,4 @@
-"""runtime/network.py: ranks of several machines find each other, and notice one that is gone.
+"""runtime/machines.py: ranks of several machines find each other, and notice one that is gone.
 
 Machines are simulated on this one: by network namespaces, or only by another host name.
 """
@@ -28,7 +28,7 @@ from helpers import (
     striking,
 )
 
-from runtime import network
+from runtime import machines
 from runtime.cli import RunError
 from runtime.ranks import Process
 
@@ -61,7 +61,7 @@ def start(monkeypatch):
             for rank in ranks:
                 process = Process(rank=rank, world_size=3)
                 stores.append(executor.submit(
-                    network.shared_store, process, timedelta(seconds=seconds)))
+                    machines.shared_store, process, timedelta(seconds=seconds)))
             return [store.result() for store in stores]
 
     yield start_ranks
@@ -181,7 +181,7 @@ def move_to_machine():
 
 def lose_patience_soon():
     """For `before`: a machine counts as gone after three seconds."""
-    network.SILENCE = 3
+    machines.SILENCE = 3
 
 
 def lose_power():

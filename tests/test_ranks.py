@@ -14,7 +14,6 @@ from peers import make_model
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import train_gpt2
-from runtime import network
 from runtime.cli import RunError, UserError, exit_code
 from runtime.ranks import Process, ddp_options, read_process, warn_without_torchrun
 
