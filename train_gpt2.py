@@ -357,10 +357,9 @@ def train(step: int, run: Run) -> tuple[int, bool]:
     saves and ends with exit code 0, and the one that resumes repeats what was dropped.
     """
     config = run.config
-    # A GPU computes a step while the CPU launches the next one, so that it is never idle: its
-    # numbers are read, and logged, one step late.
-    launched = LaunchedSteps(run.process)
     last_saved = step
+    # A GPU computes a step while the CPU launches the next one: its numbers are read one step late.
+    launched = LaunchedSteps(run.process)
     try:
         while step < config.max_steps:
             is_lowest = evaluate(step, run)
