@@ -303,17 +303,17 @@ class FrontierGPT(ModernLanguageModel):
             return self.add_copies(self.logits(x), x, idx), None
 
         # The head comes first: otherwise DDP would cut the compiled model inside of blocks.
-        losses, loss = self.head_losses(x.flatten(0, 1), targets.flatten())     # (B T), ()
-        gains = self.gains_of_copies(losses.view_as(targets), x, idx, targets)  # (B, T)
+        losses, loss = self.head_losses(x, targets)                             # (B, T), ()
+        gains = self.gains_of_copies(losses, x, idx, targets)                   # (B, T)
         return None, loss - gains.sum() / (targets >= 0).sum().clamp(min=1)
 
-    def head_losses(self, x, targets):
-        is_sampled = self.vocabulary_sample and self.loss_chunk and torch.is_grad_enabled()
-        if not is_sampled:
-            return super().head_losses(x, targets)
-        ids, places, counts = self.vocabulary_sample.choose(targets)
-        head = self.sums_of_rows(ids)
-        return chunked_cross_entropy(x, head, places, self.loss_chunk, self.softcap, counts)
+    def head_losses_in_chunks(self, x, targets):
+        if not self.vocabulary_sample or not torch.is_grad_enabled():
+            return super().head_losses_in_chunks(x, targets)
+        ids, places, counts = self.vocabulary_sample.choose(targets.flatten())
+        losses, loss = chunked_cross_entropy(
+            x.flatten(0, 1), self.sums_of_rows(ids), places, self.loss_chunk, self.softcap, counts)
+        return losses.view_as(targets), loss
 
     def token_losses(self, idx, targets, positions):
         x = self.hidden(idx)

@@ -34,7 +34,6 @@ from runtime.layers import (        # torch's, with less time and memory
     head_size,
     matmul_dtype,
 )
-from runtime.loss import chunked_cross_entropy
 
 
 @dataclass
@@ -195,16 +194,8 @@ class GPT(LanguageModel):
         """
         x = self.hidden(idx)                                                    # (B, T, C)
         if targets is None:
-            return self.lm_head(x), None
-
-        # The logits are not returned, so that they need not be kept: torch.compile computes the
-        # loss without storing them in float32, an eager CPU that of `loss_chunk` tokens at a time.
-        x, targets = x.flatten(0, 1), targets.flatten()
-        if self.loss_chunk:
-            _, loss = chunked_cross_entropy(x, self.lm_head.weight, targets, self.loss_chunk)
-        else:
-            loss = F.cross_entropy(self.lm_head(x).float(), targets, ignore_index=-1)
-        return None, loss
+            return self.logits(x), None
+        return None, self.loss(x, targets)      # without the logits, which need not be kept then
 
     def hidden(self, idx, past=None):
         """Final hidden states (B, T, C): of all tokens idx (B, S), or of those not in the cache."""
@@ -225,6 +216,15 @@ class GPT(LanguageModel):
         for block in self.transformer.h:
             x = block(x, past)
         return self.transformer.ln_f(x)
+
+    def logits(self, x):
+        """Final hidden states x (..., C) -> (..., vocab_size)."""
+        return self.lm_head(x)
+
+    def loss(self, x, targets):
+        """The mean cross-entropy (nats) of the targets (B, T), for hidden states x (B, T, C)."""
+        logits = self.logits(x.flatten(0, 1))                                   # (B T, vocab_size)
+        return F.cross_entropy(logits.float(), targets.flatten(), ignore_index=-1)
 
     def configure_optimizers(self, max_lr, weight_decay, betas=(0.9, 0.95), eps=1e-8):
         """A list of one AdamW (arXiv:1711.05101), whose fused kernel updates all at once."""

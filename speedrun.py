@@ -177,7 +177,7 @@ class ModernLanguageModel(LanguageModel):
         x = self.hidden(idx)                                                    # (B, T, C)
         if targets is None:
             return self.logits(x), None
-        _, loss = self.head_losses(x.flatten(0, 1), targets.flatten())
+        _, loss = self.head_losses(x, targets)
         return None, loss
 
     def head(self):
@@ -192,13 +192,20 @@ class ModernLanguageModel(LanguageModel):
         return y
 
     def head_losses(self, x, targets):
-        """The head's losses for x (N, C) and targets (N,): (N,), without gradient, and the mean."""
-        if self.loss_chunk:
-            return chunked_cross_entropy(
-                x, self.head(), targets, self.loss_chunk, self.softcap)
+        """The head's losses (B, T), without gradient, for x (B, T, C); and their mean."""
+        logits = self.logits(x.flatten(0, 1))                                   # (B T, vocab_size)
         losses = F.cross_entropy(
-            self.logits(x).float(), targets, ignore_index=-1, reduction="none")
-        return losses.detach(), losses.sum() / (targets >= 0).sum()
+            logits.float(), targets.flatten(), ignore_index=-1, reduction="none")
+        return losses.detach().view_as(targets), losses.sum() / (targets >= 0).sum()
+
+    def head_losses_in_chunks(self, x, targets):
+        losses, loss = chunked_cross_entropy(
+            x.flatten(0, 1), self.head(), targets.flatten(), self.loss_chunk, self.softcap)
+        return losses.view_as(targets), loss
+
+    def use_chunks(self, chunk=2048):
+        self.head_losses = self.faster(self.head_losses, self.head_losses_in_chunks, chunk)
+        return self.loss_chunk > 0
 
     def hidden(self, idx, past=None):
         """Final hidden states (B, T, C): of all tokens idx (B, S), or of those not in the cache."""

@@ -113,10 +113,8 @@ def make_train_state(
     model.use_attention(config.attention)
     if config.recompute:
         model.recompute_blocks()
-    if process.device == "cpu" and not config.compile:
-        # The logits of all tokens at once would miss an eager CPU's caches. A compiler fuses them
-        # with the loss.
-        model.loss_chunk = 2048
+    if process.device == "cpu" and not config.compile and not model.use_chunks():
+        process.print0("the loss is not the one that a CPU computes in chunks: it takes more time")
 
     optimizers = recipe.make_optimizers(model, config)
     optimizer = CombinedOptimizer(model, optimizers, process, config.shard_optimizer)
@@ -454,12 +452,9 @@ def start_run(
         model = make_model(config, start, process.device)
 
     # Two flags that only the text and the model can tell, if they are "auto".
-    tokens_left = schedule.tokens_left(start.step)
-    config = replace(
-        config,
-        sample_prompt=data.choose_prompt(config),
-        compile=hardware.choose_compile(config, model, tokens_left, process),
-    )
+    prompt = data.choose_prompt(config)
+    compiles = hardware.choose_compile(config, model, schedule.tokens_left(start.step), process)
+    config = replace(config, sample_prompt=prompt, compile=compiles)
     state = make_train_state(config, recipe, model, process)
     with process.together():
         if start.path:

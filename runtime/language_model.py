@@ -2,7 +2,7 @@
 
 Shapes: B sequences, C = n_embd. Of S tokens the last T are new, the others are in the cache.
 """
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +11,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from runtime.loss import chunked_cross_entropy
 
 VOCAB_SIZE = 50257      # GPT-2's, as runtime/tokenizer.py has it: ids from here on are padding
 
@@ -71,18 +73,51 @@ def sample_token(
     return torch.multinomial(probabilities, num_samples=1, generator=generator)
 
 
+# ---------------------------------------------------------------------- two forms of a loss
+
+def agree(model: nn.Module, loss: Callable, other: Callable) -> bool:
+    """Whether two losses of the model and their gradients differ by rounding only.
+
+    Each is a function (x (B, T, C), targets (B, T)) -> loss, which is the last one if it returns
+    several. They are compared on 8 random hidden states, one of which has no target.
+    """
+    generator = torch.Generator().manual_seed(0)
+    C, V = model.config.n_embd, model.config.vocab_size
+    x = torch.randn(2, 4, C, generator=generator).requires_grad_()
+    targets = torch.randint(0, V, (2, 4), generator=generator)
+    targets[0, 0] = -1
+
+    found = []
+    for function in (loss, other):
+        result = function(x, targets)
+        if isinstance(result, tuple):
+            *_, result = result
+        learning = [p for p in model.parameters() if p.requires_grad]
+        gradients = torch.autograd.grad(result, [x, *learning], allow_unused=True)
+        found.append([result, *gradients])
+    return all(same_but_for_rounding(a, b) for a, b in zip(*found, strict=True))
+
+
+def same_but_for_rounding(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether two tensors differ by at most 1e-4 of the largest number; None is like None."""
+    if a is None or b is None:
+        return a is b
+    return bool((a - b).abs().max() <= 1e-4 * a.abs().max())
+
+
 # ---------------------------------------------------------------------- the class
 
 class LanguageModel(nn.Module):
     """A model of this project.
 
     A subclass has Config, `config`, `lm_head`, `transformer` with the blocks in `transformer.h`,
-    and forward(idx, targets=None) as model.GPT has it. Its hidden(idx, past=None) returns the final
-    hidden states (B, T, C): of all tokens idx (B, S), or of those that are not in the KVCache.
+    and forward(idx, targets=None), logits(x) and loss(x, targets) as model.GPT has them. Its
+    hidden(idx, past=None) returns the final hidden states (B, T, C): of all tokens idx (B, S), or
+    of those that are not in the KVCache.
     """
     recipe = ""                 # the name of its recipe, which checkpoints and exports carry
 
-    # How many tokens' logits training on a CPU holds in memory at a time. 0: those of all.
+    # How many tokens' logits the loss holds in memory at a time. 0: those of all. See use_chunks.
     loss_chunk = 0
 
     # How many vectors of width n_embd a block keeps of each token for its backward, compiled: the
@@ -109,9 +144,27 @@ class LanguageModel(nn.Module):
             block.forward = partial(
                 checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
-    def logits(self, x: Tensor) -> Tensor:
-        """Final hidden states x (..., C) -> (..., vocab_size)."""
-        return self.lm_head(x)
+    def use_chunks(self, chunk: int = 2048) -> bool:
+        """Computes the loss of so many tokens at a time from now on, which is faster on a CPU.
+
+        Returns whether that is the model's own loss. Where it is not, because somebody has changed
+        the loss or the head, the model goes on with its own.
+        """
+        self.loss = self.faster(self.loss, self.loss_in_chunks, chunk)
+        return self.loss_chunk > 0
+
+    def faster(self, own: Callable, in_chunks: Callable, chunk: int) -> Callable:
+        """`in_chunks`, if it computes the same as the model's `own` loss; else that."""
+        self.loss_chunk = chunk
+        if agree(self, own, in_chunks):
+            return in_chunks
+        self.loss_chunk = 0
+        return own
+
+    def loss_in_chunks(self, x: Tensor, targets: Tensor) -> Tensor:
+        _, loss = chunked_cross_entropy(
+            x.flatten(0, 1), self.lm_head.weight, targets.flatten(), self.loss_chunk)
+        return loss
 
     def token_losses(self, idx: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
         """Cross-entropy (nats) of each token, float32 (B, T), and 0 where the target is -1.
