@@ -147,7 +147,7 @@ class Block(nn.Module):
 class GPT(LanguageModel):
     """Pre-norm blocks, learned positions, GELU, biases everywhere, a head tied to the embedding.
 
-    There is no dropout: model.train() and model.eval() would change nothing.
+    There is no dropout.
     """
     Config = GPTConfig
     recipe = "gpt2"         # so checkpoints and exports call it
@@ -175,17 +175,16 @@ class GPT(LanguageModel):
         # (GPT-2's paper, section 2.3).
         projection_std = 0.02 / math.sqrt(2 * self.config.n_layer)
 
-        for name, p in self.named_parameters():
-            if ".ln_" in name:
-                continue            # nn.LayerNorm itself has set its gains to 1, its biases to 0
-            elif name.endswith(".bias"):
-                p.zero_()
-            elif name.endswith("c_proj.weight"):
-                p.normal_(0.0, projection_std)
-            elif name.endswith(("wte.weight", "wpe.weight", "c_attn.weight", "c_fc.weight")):
-                p.normal_(0.0, 0.02)
-            else:
-                raise AssertionError(f"no initialisation for {name}")
+        # Norms set their own gains to 1 and biases to 0.
+        drawn = set()           # the head has the embedding's weight, which is drawn once
+        for name, module in self.named_modules():
+            if not isinstance(module, nn.Linear | nn.Embedding) or module.weight in drawn:
+                continue
+            std = projection_std if name.endswith("c_proj") else 0.02
+            module.weight.normal_(0.0, std)
+            drawn.add(module.weight)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                module.bias.zero_()
 
     def forward(self, idx, targets=None):
         """(logits, None) without targets; (None, loss) with them: mean cross-entropy in nats.
@@ -229,7 +228,7 @@ class GPT(LanguageModel):
     def configure_optimizers(self, max_lr, weight_decay, betas=(0.9, 0.95), eps=1e-8):
         """A list of one AdamW (arXiv:1711.05101), whose fused kernel updates all at once."""
         # Matrices and embeddings decay. Biases and the gains of LayerNorm do not.
-        params = list(self.parameters())
+        params = [p for p in self.parameters() if p.requires_grad]
         groups = [
             {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
             {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},

@@ -1,20 +1,24 @@
 """The recipes: each is a model and how it is trained. And load_model, which reads any of them."""
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 
+import torch
+
 import frontier
 import speedrun
-from model import GPT, LanguageModel
+from model import GPT
 from runtime.checkpoint import model_from_checkpoint
 from runtime.cli import UserError
 from runtime.huggingface import from_huggingface
+from runtime.language_model import LanguageModel
 from runtime.recipe import Recipe
 from runtime.tokenizer import VOCAB_SIZE
 from runtime.weights import find_checkpoint, read_checkpoint
 
 # runtime/recipe.py explains the fields of a Recipe.
 RECIPES = {
-    "gpt2": Recipe(GPT),                # train_gpt2.py puts its whole recipe here
+    "gpt2": Recipe(GPT),                # its model alone: train_gpt2.py has how GPT-2 is trained
     "speedrun": speedrun.RECIPE,
     "frontier": frontier.RECIPE,
 }
@@ -36,9 +40,27 @@ def fresh_model(config) -> LanguageModel:
     names = [f.name for f in fields(cls.Config) if hasattr(config, f.name)]
     shape = {name: getattr(config, name) for name in names}
     try:
-        return cls(cls.Config(**shape))
+        with nan_in_empty_tensors():
+            model = cls(cls.Config(**shape))
     except ValueError as error:
         raise UserError(f"{error}: choose another --n_embd or --n_head") from None
+
+    for name, p in model.named_parameters():
+        if p.isnan().any():
+            raise UserError(f"no initialisation for {name}: draw it in init_weights, or where it "
+                            "is made")
+    return model
+
+
+@contextmanager
+def nan_in_empty_tensors():
+    """Inside, torch.empty is full of nan, so that a parameter that nobody initialises shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)        # by torch.utils.deterministic's default
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def load_model(source: str | Path) -> LanguageModel:

@@ -13,7 +13,7 @@ Run the same command again to resume from the newest checkpoint in --out.
 import math
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -101,6 +101,9 @@ class TrainState:
     optimizer: CombinedOptimizer        # the recipe's optimizers, as one
     scaler: torch.amp.GradScaler        # of float16's gradients; of other dtypes it does nothing
     autocast: torch.autocast            # matrix products in config.dtype, inside `with`
+    # {name: object with state_dict() and load_state_dict()}: what else of yours is saved and
+    # resumed, such as an average of the weights.
+    others: dict = field(default_factory=dict)
 
 
 def make_train_state(
@@ -175,6 +178,8 @@ def train_step(step: int, run: Run) -> torch.Tensor:
     """
     process = run.process
     state = run.state
+    state.model.train()
+    ranks.seed_step(run.config.seed, step, process.rank)        # for dropout, if you add some
 
     # Gradient accumulation: each backward() adds to the gradients. The losses are divided by the
     # number of micro-steps, because the loss of the batch is their mean, not their sum.
@@ -197,12 +202,13 @@ def train_step(step: int, run: Run) -> torch.Tensor:
 
     # Clip, after the loss scale is taken out again. --grad_clip inf only measures the norm.
     state.scaler.unscale_(state.optimizer)
-    parameters = list(state.model.parameters())
+    parameters = [p for p in state.model.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
     if run.config.grad_clip < math.inf:
         torch.nn.utils.clip_grads_with_norm_(parameters, run.config.grad_clip, norm)
 
     # Update. In float16 the scaler leaves the step out if a gradient has overflowed.
+    ranks.seed_step(run.config.seed, step)                      # the same on all ranks
     state.scaler.step(state.optimizer)
     state.scaler.update()
 
@@ -228,7 +234,7 @@ def validation_loss(data: Data, B: int, state: TrainState, process: Process) -> 
     `B`: how many sequences a rank computes at once. (--eval_only has no Run.)
     """
     loss_sum = torch.zeros((), device=process.device)
-    rows_seen = 0
+    rows_seen = torch.zeros((), device=process.device)
 
     # A compiled model keeps gradients on here, and so runs in the graph of training: to compile a
     # second graph without them takes longer than it saves.
@@ -238,15 +244,15 @@ def validation_loss(data: Data, B: int, state: TrainState, process: Process) -> 
         # The last batch has as many rows as the others, for the sake of the compiler. The targets
         # of those beyond the end are ignored.
         x, y = dataloader.to_device(data.val.read(first, B), process.device)        # (B, T) each
-        rows = min(B, data.val_count - first)
-        y[rows:] = -1
+        y[data.val_count - first:] = -1
         with torch.set_grad_enabled(is_compiled), state.autocast:
             _, loss = state.compiled_model(x, y)
-        loss_sum += loss.detach() * rows            # the loss is a mean over these rows
+        rows = (y >= 0).sum() / y.size(1)           # the loss is a mean over their targets
+        loss_sum += loss.detach() * rows
         rows_seen += rows
         del loss            # and with it what a backward would need, before the next batch
 
-    loss_sum, rows_seen = process.sum(loss_sum.item(), rows_seen)
+    loss_sum, rows_seen = process.sum(loss_sum.item(), rows_seen.item())
     return loss_sum / rows_seen
 
 
@@ -288,6 +294,7 @@ def evaluate(step: int, run: Run) -> bool:
     if not (val_is_due or hellaswag_is_due or samples_are_due):
         return False
 
+    run.state.model.eval()              # no dropout; train_step calls train()
     found = {}                          # {column of metrics.csv: value}
     if val_is_due:
         loss = validation_loss(run.data, run.loader.B, run.state, run.process)
@@ -330,6 +337,7 @@ def save(step: int, run: Run) -> None:
 
     # All ranks take part: some of the optimizers' state is on one of them alone.
     optimizer_state = checkpoint.gather_state(state.model, state.optimizer, run.process)
+    frozen = [name for name, p in state.model.named_parameters() if not p.requires_grad]
     if run.process.is_master:
         run.output.save(step, {
             "model": checkpoint.host_copy(state.model.state_dict()),
@@ -338,7 +346,10 @@ def save(step: int, run: Run) -> None:
             "config": asdict(run.asked),            # a resume decides anew what "auto" is
             "step": step,
             "tokens": run.schedule.tokens_before(step),
+            "frozen": frozen,
             "optimizers": optimizer_state,
+            "groups": state.optimizer.changed_settings(),
+            "others": checkpoint.others_state(state.others),
             "scaler": state.scaler.state_dict(),
             "data": run.data.fingerprints(),        # a resume refuses other shards
         })
@@ -434,6 +445,7 @@ def evaluate_only(
     data = dataloader.open_same_data(config, process)
     model = make_model(config, start, process.device)
     state = make_train_state(config, recipe, model, process)        # whose optimizers are not used
+    model.eval()
     loss = validation_loss(data, micro_batch.most_sequences(config), state, process)
     tokens = data.val_count * config.sequence_length
     process.print0(f"{start.path or config.init}: validation loss: "
@@ -457,8 +469,7 @@ def start_run(
     config = replace(config, sample_prompt=prompt, compile=compiles)
     state = make_train_state(config, recipe, model, process)
     with process.together():
-        if start.path:
-            checkpoint.restore(start, data, schedule, state)        # all but the weights
+        checkpoint.restore(start, data, schedule, state)        # all but the weights, if it resumes
     recipe.look_at_text(data.train, schedule, model, config)        # frontier's, of a small text
     console.print_header(config, process, data, model, schedule, start)
 

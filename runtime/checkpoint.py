@@ -9,11 +9,15 @@ import torch.distributed as dist
 
 from runtime.cli import RunError, UserError, unexpected
 from runtime.files import checkpoints, is_there, reading
-from runtime.optimizers import CombinedOptimizer
+from runtime.optimizers import CombinedOptimizer, check_plain, on_tensors
 from runtime.recipe import BatchSchedule
-from runtime.weights import build_model, find_checkpoint, gpt2_in_our_names, read_checkpoint
-
-MODEL_SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
+from runtime.weights import (
+    MODEL_SHAPE,
+    build_model,
+    find_checkpoint,
+    gpt2_in_our_names,
+    read_checkpoint,
+)
 
 
 # ----------------------------------------------------------------------------- where a run starts
@@ -148,30 +152,35 @@ def model_from_checkpoint(
     """
     with reading(path, remedy, problem="is not a model that this project can read"):
         weights = checkpoint["model"]
-        recipe = "gpt2"
-        if "model_config" in checkpoint:                # this project's
+        if "model_config" in checkpoint:                # this project's, read as it was written
             recipe = checkpoint["recipe"]
-            settings = checkpoint["model_config"]
-        elif "model_args" in checkpoint:                # nanoGPT's
+            if recipe not in models:
+                raise unexpected("its recipe", " or ".join(models), recipe)
+            model = build_model(models[recipe], checkpoint["model_config"], weights)
+            for name, p in model.named_parameters():
+                if name in checkpoint["frozen"]:
+                    p.requires_grad_(False)
+            return model
+
+        if "model_args" in checkpoint:                  # nanoGPT's
             settings = checkpoint["model_args"] | {"gelu": "none"}
         else:                                           # build-nanogpt's
             settings = vars(checkpoint["config"]) | {"gelu": "tanh"}
-
-        if recipe not in models:
-            raise unexpected("its recipe", " or ".join(models), recipe)
-        if recipe == "gpt2":
-            weights = gpt2_in_our_names(weights)
-        return build_model(models[recipe], settings, weights)
+        return build_model(models["gpt2"], settings, gpt2_in_our_names(weights))
 
 
 # ----------------------------------------------------------------------- what a run takes from it
 
 def restore(start: Start, data, schedule: BatchSchedule, state) -> None:
-    """Loads everything but the weights: the position in the data, the moments, float16's scale.
+    """Loads all but the weights, if the run resumes: place in the data, moments, float16's scale.
 
     `state` is a train_gpt2.TrainState. UserError if the run has used other shards than those in
     --data, by their content.
     """
+    for name, other in state.others.items():
+        check_plain(other.state_dict(), name)           # now, and not when it is saved
+    if start.path is None:
+        return
     checkpoint = start.checkpoint
     with reading_run_state(start.path, start.remedy):
         for split, shards in data.fingerprints().items():
@@ -184,11 +193,15 @@ def restore(start: Start, data, schedule: BatchSchedule, state) -> None:
         schedule.resume(start.step, checkpoint["tokens"])
 
         for name, p in start.model.named_parameters():
-            if state.optimizer.holds(p):
+            if p in state.optimizer.optimizer_of and state.optimizer.holds(p):
                 own_optimizer = state.optimizer.optimizer_of[p]
                 own_optimizer.state[p] = read_state(checkpoint["optimizers"][name], name)
         for one in state.optimizer.optimizers:
             put_on_device(one)
+        for group, changed in zip(state.optimizer.groups(), checkpoint["groups"], strict=True):
+            group.update(changed)
+        for name, other in state.others.items():
+            other.load_state_dict(on_tensors(torch.clone, checkpoint["others"][name]))
 
         if state.scaler.is_enabled() and checkpoint["scaler"]:
             if not 0 < checkpoint["scaler"]["scale"] < math.inf:
@@ -211,9 +224,7 @@ def read_state(saved: dict, name: str) -> dict:
     for key, value in saved.items():
         if not is_finite(value):
             raise ValueError(f"its {key} of {name} is not finite")
-        if torch.is_tensor(value):
-            value = value.clone()                               # out of the memory-mapped file
-        state[key] = value
+        state[key] = on_tensors(torch.clone, value)             # out of the memory-mapped file
     return state
 
 
@@ -225,8 +236,9 @@ def put_on_device(optimizer: torch.optim.Optimizer) -> None:
     # load_state_dict also casts to the weight's dtype: moments in bfloat16 would become float32.
     for p, state in optimizer.state.items():
         for key, value in read[p].items():
-            if torch.is_tensor(value) and state[key].dtype != value.dtype:
-                state[key] = value.to(p.device)
+            if torch.is_tensor(value) and state[key].dtype == value.dtype:
+                continue
+            state[key] = on_tensors(lambda tensor, p=p: tensor.to(p.device), value)
 
 
 # ----------------------------------------------------------------------- what a checkpoint holds
@@ -239,7 +251,9 @@ def gather_state(model: torch.nn.Module, optimizer: CombinedOptimizer, process) 
     """
     own = {}
     for name, p in model.named_parameters():
-        own[name] = optimizer.optimizer_of[p].state.get(p, {})
+        own[name] = {}
+        if p in optimizer.optimizer_of:                     # a frozen one is in none
+            own[name] = optimizer.optimizer_of[p].state.get(p, {})
     outlines = process.gather({name: outline(state) for name, state in own.items()})
 
     gathered = {}
@@ -249,10 +263,10 @@ def gather_state(model: torch.nn.Module, optimizer: CombinedOptimizer, process) 
         for key, value in outlines[owner][name].items():
             if process.rank == owner:
                 value = own[name][key]
-            if torch.is_tensor(value) and owner != 0:
-                value = send_to_all(value, owner, p.device)
-            if process.is_master and torch.is_tensor(value):
-                value = value.to("cpu")
+            if owner != 0:
+                value = on_tensors(lambda t, o=owner, p=p: send_to_all(t, o, p.device), value)
+            if process.is_master:
+                value = on_tensors(lambda t: t.to("cpu"), value)
             gathered[name][key] = value
     return gathered
 
@@ -269,36 +283,34 @@ def send_to_all(tensor: torch.Tensor, owner: int, device: torch.device) -> torch
 
 def outline(state: dict) -> dict:
     """The state of one parameter with tensors on "meta", which have a shape but no content."""
-    result = {}
-    for key, value in state.items():
-        if torch.is_tensor(value):
-            value = torch.empty_like(value, device="meta")
-        result[key] = value
-    return result
+    def outline_of(tensor):
+        return torch.empty_like(tensor, device="meta")
+
+    return {key: on_tensors(outline_of, value) for key, value in state.items()}
 
 
 def check_content(content: dict, path: Path) -> None:
-    """RunError if a weight or a moment is not finite: such a checkpoint would replace good ones.
-
-    RunError, too, if an optimizer keeps something else than tensors and numbers in its state.
-    """
-    values = dict(content["model"])
+    """RunError if a weight or a moment is not finite: such a checkpoint would replace good ones."""
+    values = content["model"] | content["others"]
     for name, state in content["optimizers"].items():
         for key, value in state.items():
             values[f"{key} of {name}"] = value
 
     for name, value in values.items():
-        if not isinstance(value, torch.Tensor | int | float | None):
-            raise RunError(f"{name} is a {type(value).__name__}, and {path.name} was not saved: an "
-                           "optimizer's state may hold tensors and numbers only, each by a name")
         if not is_finite(value):
             raise RunError(f"{name} is not finite after step {content['step']}, so {path.name} was "
                            "not saved: lower --max_lr if this happens again")
 
 
 def is_finite(value) -> bool:
-    """Whether an entry of an optimizer's state, a tensor, a number or None, is finite."""
-    return value is None or bool(torch.as_tensor(value).isfinite().all())
+    """Whether all tensors and numbers in what a checkpoint holds are finite."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return all(is_finite(item) for item in value)
+    if value is None or isinstance(value, str):
+        return True
+    return bool(torch.as_tensor(value).isfinite().all())
 
 
 def weights_digest(model: torch.nn.Module) -> int:
@@ -324,7 +336,8 @@ def keep_together(model: torch.nn.Module, optimizer: CombinedOptimizer, process)
     if largest > 1e-4:
         process.fail(RunError(
             f"process {rank} has drifted apart since the last checkpoint: its weights differ from "
-            f"those of process 0 by {largest:.1e} of the largest one"))
+            f"those of process 0 by {largest:.1e} of the largest one. A parameter that has no "
+            "gradient on some processes does that: DDP(find_unused_parameters=True)"))
 
     # What only one rank has needs no other.
     for p, own_optimizer in optimizer.optimizer_of.items():
@@ -352,6 +365,14 @@ def take_from_rank_0(tensor: torch.Tensor, p: torch.Tensor) -> float:
     if math.isnan(difference):
         return math.inf
     return difference / max(of_rank_0.abs().max().item(), 1e-30)
+
+
+def others_state(others: dict) -> dict:
+    """{name: state} of a TrainState's `others`, in the CPU's memory."""
+    def copy(tensor):
+        return tensor.detach().to("cpu", copy=True)
+
+    return {name: on_tensors(copy, other.state_dict()) for name, other in others.items()}
 
 
 def host_copy(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -50,7 +50,8 @@ def time_micro_step(state, T: int, device: str, B: int, reserved: int = 0) -> fl
             began = time.perf_counter()
             # A rank that runs out of memory must not leave the others waiting for its gradients.
             trial_micro_step(state, T, device, B, exchange=False)
-            next(state.model.parameters()).grad.sum().item()    # waits for a GPU
+            grads = [p.grad for p in state.model.parameters() if p.grad is not None]
+            grads[0].sum().item()                               # waits for a GPU
             seconds = time.perf_counter() - began
     finally:
         state.model.zero_grad(set_to_none=True)
@@ -67,9 +68,13 @@ def trial_micro_step(state, T: int, device: str, B: int, exchange: bool) -> None
     if isinstance(state.ddp_model, DDP):
         # train_step sets this anew for each micro-step.
         state.ddp_model.require_backward_grad_sync = exchange
+    # A model may change its buffers in each forward.
+    before = [(buffer, buffer.clone()) for buffer in state.model.buffers()]
     with state.autocast:
         _, loss = state.ddp_model(x, y)
     loss.backward()
+    for buffer, content in before:
+        buffer.copy_(content)
 
 
 def settle_buckets(state, T: int, device: str, B: int) -> None:

@@ -99,7 +99,7 @@ class Muon(torch.optim.Optimizer):
         momentum = []
         if own_params:
             buffers = [self.momentum_buffer(p) for p in own_params]
-            grads = [p.grad for p in own_params]
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in own_params]
             torch._foreach_mul_(buffers, group["momentum"])
             torch._foreach_add_(buffers, grads)
             # Nesterov's momentum adds the gradient once more, to the buffer as the next step will

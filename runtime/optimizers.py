@@ -4,10 +4,13 @@ Shared-out state is stage 1 of ZeRO (arXiv:1910.02054): `owner`, {parameter: ran
 rank that has the moments of a parameter. On several ranks Muon has owners in any case;
 --shard_optimizer gives owners to the matrices of the other optimizers.
 """
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from runtime.cli import RunError
 from runtime.muon import Muon
 
 
@@ -19,10 +22,12 @@ class CombinedOptimizer:
     """
 
     def __init__(self, model: torch.nn.Module, optimizers: list, process, shard: bool = False):
+        self.model = model
         self.optimizers = optimizers
         self.rank = process.rank
         for group in self.groups():
             group["initial_lr"] = group["lr"]           # the schedule multiplies it
+        self.first_settings = [dict(group) for group in self.groups()]
 
         self.optimizer_of = {}                          # {parameter: the optimizer that updates it}
         for optimizer in optimizers:
@@ -31,7 +36,7 @@ class CombinedOptimizer:
                     assert p not in self.optimizer_of, "a parameter has two optimizers"
                     self.optimizer_of[p] = optimizer
         for name, p in model.named_parameters():
-            assert p in self.optimizer_of, f"{name} has no optimizer"
+            assert p in self.optimizer_of or not p.requires_grad, f"{name} has no optimizer"
 
         # GradScaler alone reads this, to look for overflows in the gradients. It has all the
         # parameters, also those that another rank updates: if one rank skips the step, all have to.
@@ -41,6 +46,14 @@ class CombinedOptimizer:
         self.sharded = {}                   # {matrix: the rank that updates it and sends it}
         if shard and process.world_size > 1:
             self.sharded = shard_matrices(optimizers, process.rank, process.world_size)
+
+        # The names of the buffers that a checkpoint has, such as the statistics of a batch norm:
+        # after each step all ranks go on with those of rank 0.
+        self.buffers = set()
+        if process.world_size > 1:
+            names = {name for name, _ in model.named_buffers()}
+            self.buffers = names & model.state_dict().keys()
+        self.is_checked = False
 
         # {parameter: the only rank with its moments}, also of Muon, which sends its own updates.
         self.owner = dict(self.sharded)
@@ -56,6 +69,23 @@ class CombinedOptimizer:
         for optimizer in self.optimizers:
             optimizer.step()
         broadcast_updates(self.sharded)
+        if self.buffers:
+            buffers = dict(self.model.named_buffers())
+            broadcast_updates({buffers[name]: 0 for name in self.buffers})
+
+        if not self.is_checked:                         # now, and not when it is saved
+            self.is_checked = True
+            for optimizer in self.optimizers:
+                check_plain(list(optimizer.state.values()), type(optimizer).__name__)
+
+    def changed_settings(self) -> list[dict]:
+        """What the optimizers have changed in their groups: a count of steps, say."""
+        changed = []
+        for group, first in zip(self.groups(), self.first_settings, strict=True):
+            changed.append({
+                name: value for name, value in group.items()
+                if name not in ("params", "lr") and value != first.get(name)})
+        return changed
 
     def holds(self, p: Tensor) -> bool:
         """Whether this rank has the moments of the parameter."""
@@ -104,3 +134,31 @@ def broadcast_updates(owner: dict[Tensor, int]) -> None:
     under_way = [dist.broadcast(p.detach(), rank, async_op=True) for p, rank in owner.items()]
     for work in under_way:
         work.wait()
+
+
+# ----------------------------------------------------------------------- what a checkpoint can hold
+
+def check_plain(value, owner: str) -> None:
+    """RunError unless `value`, part of the owner's state, is of a kind that a checkpoint can hold.
+
+    These are tensors, numbers, texts, None, and lists and dicts of them.
+    """
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for item in value:
+            check_plain(item, owner)
+    elif not isinstance(value, Tensor | int | float | str | None):
+        raise RunError(f"{owner} keeps a {type(value).__name__} in its state, which a checkpoint "
+                       "cannot hold: let it keep tensors, numbers, and lists or dicts of them")
+
+
+def on_tensors(function: Callable, value):
+    """Part of a state with function(tensor) in the place of each tensor, in lists and dicts."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, list | tuple):
+        return type(value)(on_tensors(function, item) for item in value)
+    if isinstance(value, dict):
+        return {key: on_tensors(function, item) for key, item in value.items()}
+    return value

@@ -10,6 +10,7 @@ from datetime import timedelta
 from inspect import signature
 from typing import NoReturn
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -261,6 +262,16 @@ def ddp_options(model: torch.nn.Module, process: Process) -> dict:
     else:
         options["broadcast_buffers"] = False
     return options
+
+
+def seed_step(*numbers: int) -> None:
+    """Seeds torch's random numbers, on all devices, by these: the seed, the step, and the rank.
+
+    So they are the same after a resume, whatever an evaluation has drawn between.
+    """
+    # torch.manual_seed takes 64 bits; those of a SeedSequence are well mixed.
+    first, *_ = np.random.SeedSequence(numbers).generate_state(1, np.uint64)
+    torch.manual_seed(int(first))
 
 
 def zero_grad(model: torch.nn.Module, process: Process, accumulates: bool) -> None:

@@ -13,7 +13,7 @@ class Recipe:
     `config` is config.Config. `progress` is the share of the run's tokens that came before a step,
     from 0 to 1. Schedules keep no state of their own: a resumed run continues them exactly.
     """
-    # The class of the model, a model.LanguageModel.
+    # The class of the model, a runtime.language_model.LanguageModel.
     model: type
 
     # (model, config) -> a list of optimizers, in which each parameter is once. The "lr" of each

@@ -8,6 +8,7 @@ import pickle
 import re
 import warnings
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from runtime.cli import UserError, unexpected
 from runtime.files import checkpoints, is_there, reading
 from runtime.metrics import read_metrics
 
+MODEL_SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")      # in every Config
 EMBEDDING = "transformer.wte.weight"
 HEAD = "lm_head.weight"
 
@@ -155,31 +157,48 @@ def zero_biases(weights: dict) -> dict:
     return biases
 
 
-def check_config(config) -> None:
-    """ValueError unless each value of a model's config is one that a model can have."""
-    for name, value in vars(config).items():
-        if name == "gelu":
-            if value not in ("tanh", "none"):
-                raise unexpected("its config's gelu", "tanh or none", value)
-        elif type(value) is not int or value < 1:
+def config_of(cls: type, settings: dict):
+    """The Config of a model's class from {field: value}; a field that is missing has its default.
+
+    ValueError or KeyError unless each value is one that a model can have.
+    """
+    values = {name: settings[name] for name in MODEL_SHAPE}
+    for name, value in values.items():
+        if type(value) is not int or value < 1:
             raise unexpected(f"its config's {name}", "a whole number from 1 on", value)
+
+    # What somebody has added to the Config, such as a rate of dropout.
+    for field in dataclasses.fields(cls.Config):
+        value = settings.get(field.name, field.default)
+        if field.name == "gelu" and value not in ("tanh", "none"):
+            raise unexpected("its config's gelu", "tanh or none", value)
+        values[field.name] = value
+    return cls.Config(**values)
 
 
 @torch.no_grad()
 def build_model(cls: type, settings: dict, state_dict: dict):
     """A `cls` with these settings, {field of its Config: value}, and weights, as float32.
 
-    ValueError, or an error of torch's, if they do not fit.
+    It is in eval(). ValueError, or an error of torch's, if they do not fit.
     """
-    names = [f.name for f in dataclasses.fields(cls.Config)]
-    config = cls.Config(**{name: settings[name] for name in names})
-    check_config(config)
+    config = config_of(cls, settings)
 
     # On "meta" a model has names and shapes, but allocates nothing. The tensors of the file take
     # the place of its own, and load_state_dict compares all names and shapes.
     with torch.device("meta"):
         model = cls(config)
+    load_weights(model, state_dict)
 
+    # What it computes by itself, such as rotary tables, has to be made for real.
+    if any(tensor.is_meta for tensor in own_tensors(model)):
+        with torch.random.fork_rng():
+            model = cls(config)
+        load_weights(model, state_dict)
+    return model.eval()
+
+
+def load_weights(model: torch.nn.Module, state_dict: dict) -> None:
     # An export also has what a model computes from its config: the parts of frontier's tokens.
     computed = {name for name, _ in model.named_buffers()} - model.state_dict().keys()
     state_dict = {name: tensor for name, tensor in state_dict.items() if name not in computed}
@@ -192,11 +211,23 @@ def build_model(cls: type, settings: dict, state_dict: dict):
     for name, p in model.named_parameters():
         if not p.is_floating_point() or not p.isfinite().all():
             raise ValueError(f"its {name} contains numbers that are not finite floats")
-        # A copy, because the file's own tensor is a view of the file, which may change.
+    # Copies, because the file's own tensors are views of the file, which may change.
+    for p in model.parameters():
         p.data = torch.empty(p.shape, dtype=torch.float32).copy_(p)
+    for buffer in model.buffers():
+        if not buffer.is_meta:
+            buffer.data = buffer.clone()
 
     if is_tied:
         if not torch.equal(model.lm_head.weight, model.transformer.wte.weight):
             raise ValueError("its head differs from its embedding (expected the same weights)")
         model.lm_head.weight = model.transformer.wte.weight
-    return model
+
+
+def own_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """The tensors of a model that are no parameters: buffers, and attributes of its modules."""
+    yield from model.buffers()
+    for module in model.modules():
+        for value in vars(module).values():
+            values = value if isinstance(value, list | tuple) else [value]
+            yield from (tensor for tensor in values if torch.is_tensor(tensor))
