@@ -25,7 +25,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from runtime.language_model import LanguageModel
-from runtime.layers import (        # torch's, with less time and memory
+# These are torch's layers, with less time and memory.
+from runtime.layers import (
     GELU,
     Embedding,
     LayerNorm,
@@ -68,7 +69,7 @@ def attention(q, k, v, kernel="auto"):
     is_causal = bool(T == S)
     assert is_causal or T == 1
 
-    if kernel == "naive" or formula_is_faster(q, S):
+    if kernel == "naive" or formula_is_faster(q, S):        # in bfloat16 on a CPU, of few tokens
         y = attention_by_formula(q, k, v, is_causal)
     else:
         y = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
@@ -98,7 +99,7 @@ class CausalSelfAttention(nn.Module):
         self.c_attn = Linear(C, 3 * C)          # query, key, value of all heads
         self.c_proj = Linear(C, C)
         self.n_head = config.n_head
-        self.head_size = head_size(config)
+        self.head_size = head_size(config)      # C / nh, or ValueError
 
     def forward(self, x, past=None):
         B, T, C = x.size()
@@ -106,7 +107,7 @@ class CausalSelfAttention(nn.Module):
         q = q.view(B, T, self.n_head, self.head_size)                           # (B, T, nh, hs)
         k = k.view(B, T, self.n_head, self.head_size)
         v = v.view(B, T, self.n_head, self.head_size)
-        if past is not None:
+        if past is not None:                    # in generation: the keys and values so far
             k, v = past.append(self, k, v)                                      # (B, S, nh, hs)
         y = attention(q, k, v, self.kernel)                                     # (B, T, nh, hs)
         return self.c_proj(y.reshape(B, T, C))
@@ -149,7 +150,7 @@ class GPT(LanguageModel):
 
     There is no dropout.
     """
-    Config = GPTConfig
+    Config = GPTConfig      # a checkpoint has its fields
     recipe = "gpt2"         # so checkpoints and exports call it
 
     def __init__(self, config):
@@ -164,7 +165,7 @@ class GPT(LanguageModel):
         })
         self.lm_head = Linear(C, V, bias=False)
         self.lm_head.weight = self.transformer.wte.weight       # tied (arXiv:1608.05859)
-        if not self.lm_head.weight.is_meta:                     # on "meta" there are no numbers
+        if not self.lm_head.weight.is_meta:     # "meta": who reads a file needs no new weights
             self.init_weights()
 
     @torch.no_grad()
@@ -241,4 +242,4 @@ class GPT(LanguageModel):
         # Imported here, so that `import model` alone stays small.
         from runtime.huggingface import from_huggingface
 
-        return from_huggingface(source, {"gpt2": GPT})
+        return from_huggingface(source, models={"gpt2": cls})

@@ -183,7 +183,7 @@ def train_step(step: int, run: Run) -> torch.Tensor:
 
     # Gradient accumulation: each backward() adds to the gradients. The losses are divided by the
     # number of micro-steps, because the loss of the batch is their mean, not their sum.
-    micro_steps = run.loader.micro_steps(step)          # frontier's batch grows during a run
+    micro_steps = run.loader.micro_steps(step)          # more in later steps, if the batch grows
     loss_accum = torch.zeros((), device=process.device)
 
     # until_stopped raises Stopped if a signal asks a single process to stop. It also shows a bar.
@@ -268,6 +268,7 @@ def hellaswag_score(run: Run) -> tuple[int, int]:
 
 
 def print_samples(run: Run, num_samples=4, max_new_tokens=32) -> None:
+    """Prints continuations of --sample_prompt, as the lecture does."""
     # The same seed each time, so that samples of different steps differ by the weights alone.
     device = run.process.device
     generator = torch.Generator(device).manual_seed(42)
@@ -342,13 +343,13 @@ def save(step: int, run: Run) -> None:
         run.output.save(step, {
             "model": checkpoint.host_copy(state.model.state_dict()),
             "model_config": asdict(state.model.config),
-            "recipe": run.config.recipe,
+            "recipe": state.model.recipe,
             "config": asdict(run.asked),            # a resume decides anew what "auto" is
             "step": step,
             "tokens": run.schedule.tokens_before(step),
             "frozen": frozen,
             "optimizers": optimizer_state,
-            "groups": state.optimizer.changed_settings(),
+            "groups": state.optimizer.changed_settings(),       # by the optimizers themselves
             "others": checkpoint.others_state(state.others),
             "scaler": state.scaler.state_dict(),
             "data": run.data.fingerprints(),        # a resume refuses other shards
@@ -376,7 +377,7 @@ def train(step: int, run: Run) -> tuple[int, bool]:
                 save(step, run)             # the best weights so far, whatever the periods
                 last_saved = step
 
-            launched.begin()
+            launched.begin()                # the step's time
             lr = begin_step(step, run)
             numbers = train_step(step, run)
             launched.end(step, lr, numbers)
