@@ -5,7 +5,7 @@
 """
 from pathlib import Path
 
-from recipes import check_tokens, load_model
+from recipes import load_model
 from runtime.cli import MODEL_HELP, FlagParser, UserError, run_command, user_path
 from runtime.huggingface import EXPORTED, MODELING
 
@@ -22,7 +22,6 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"{folder} is not empty: choose a new or empty folder")
 
     model = load_model(args.source)
-    check_tokens(model, args.source)
     try:
         model.save_pretrained(folder)
     except BaseException:
@@ -34,8 +33,11 @@ def main(argv: list[str] | None = None) -> None:
     arguments = repr(str(folder.absolute()))
     if (folder / MODELING).exists():
         arguments += ", trust_remote_code=True"
-    print(f"{folder} is in the Hugging Face format: read it with transformers' "
-          f"AutoModelForCausalLM and AutoTokenizer by from_pretrained({arguments})")
+    classes = "AutoModelForCausalLM"
+    if (folder / "tokenizer.json").exists():
+        classes += " and AutoTokenizer"
+    print(f"{folder} is in the Hugging Face format: read it with transformers' {classes} by "
+          f"from_pretrained({arguments})")
 
 
 if __name__ == "__main__":

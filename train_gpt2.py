@@ -343,7 +343,7 @@ def save(step: int, run: Run) -> None:
         run.output.save(step, {
             "model": checkpoint.host_copy(state.model.state_dict()),
             "model_config": asdict(state.model.config),
-            "recipe": state.model.recipe,
+            "recipe": run.config.recipe,
             "config": asdict(run.asked),            # a resume decides anew what "auto" is
             "step": step,
             "tokens": run.schedule.tokens_before(step),

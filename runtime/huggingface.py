@@ -333,12 +333,31 @@ def export_files(model) -> dict[str, bytes]:
     else:
         config, weights = export_modern(model)
     check_formula(model, config, weights)
-    config |= {"bos_token_id": EOT, "eos_token_id": EOT, "dtype": "float32"}
+    config["dtype"] = "float32"
 
+    # The tokens of a vocabulary of another size were made by another tokenizer.
+    files = {}
+    if config["vocab_size"] == len(json.loads(bpe_file("encoder.json"))):
+        config |= {"bos_token_id": EOT, "eos_token_id": EOT}
+        files = tokenizer_files(model.config.block_size)
+    else:
+        print_error(f"a vocabulary of {config['vocab_size']} tokens is not GPT-2's: the model is "
+                    "exported without a tokenizer")
+    files["model.safetensors"] = safetensors_of(weights)
+    if "auto_map" in config:
+        files[MODELING] = (ASSETS / MODELING).read_bytes()
+
+    # config.json is written last: without it, after a crash, the folder is no model.
+    files["config.json"] = json.dumps(config, indent=2).encode()
+    return files
+
+
+def tokenizer_files(block_size: int) -> dict[str, bytes]:
+    """{name: content} of the files that are GPT-2's tokenizer."""
     eot = "<|endoftext|>"
     tokenizer_config = {
         "tokenizer_class": "GPT2Tokenizer",
-        "model_max_length": model.config.block_size,
+        "model_max_length": block_size,
         "add_prefix_space": False,
         "clean_up_tokenization_spaces": False,      # transformers.js takes a missing one for true
         "bos_token": eot,
@@ -346,19 +365,12 @@ def export_files(model) -> dict[str, bytes]:
         "unk_token": eot,
     }
 
-    files = {
+    return {
         "vocab.json": bpe_file("encoder.json"),
         "merges.txt": bpe_file("vocab.bpe"),
         "tokenizer.json": json.dumps(tokenizer_json(), ensure_ascii=False).encode(),
-        "model.safetensors": safetensors_of(weights),
         "tokenizer_config.json": json.dumps(tokenizer_config, indent=2).encode(),
     }
-    if "auto_map" in config:
-        files[MODELING] = (ASSETS / MODELING).read_bytes()
-
-    # config.json is written last: without it, after a crash, the folder is no model.
-    files["config.json"] = json.dumps(config, indent=2).encode()
-    return files
 
 
 def tokenizer_json() -> dict:
