@@ -1,6 +1,6 @@
 """The flags of train_gpt2.py and their defaults, which are those of GPT-2 (124M)."""
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from presets import OVERFIT, PRESETS
 from recipes import RECIPES, load_model, models
@@ -134,14 +134,14 @@ class Config:
 FLAGS = FlagTable(Config, RECIPES, PRESETS, OVERFIT)
 
 
-def resolve(given: dict, process) -> tuple[Config, Config, Start]:
+def resolve(given: dict, process) -> tuple[dict, Config, Start]:
     """What the flags on the command line, {flag: value}, mean, the same on all ranks.
 
-    Returns the flags as asked, some of them "auto"; the values that the run uses; and where it
-    starts, which the flags tell, and which has some of the values.
+    Returns the flags as asked, {flag: value}, some of them "auto"; the values that the run uses;
+    and where it starts, which the flags tell, and which has some of the values.
     """
     start = find_start(FLAGS.merge(given), process, models(), load_model)
     with process.together():
         asked, config = FLAGS.resolve(given, start, process)
     check_ranks_agree(config, process)
-    return asked, config, start
+    return asdict(asked), config, start

@@ -25,14 +25,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from runtime.language_model import LanguageModel
-# These are torch's layers, with less time and memory.
+# Subclasses of torch's layers that take less time and memory.
 from runtime.layers import (
     GELU,
     Embedding,
     LayerNorm,
     Linear,
     formula_is_faster,
-    head_size,
     matmul_dtype,
 )
 
@@ -60,7 +59,7 @@ def attention(q, k, v, kernel="auto"):
     Each token sees itself and all before it. `kernel` "naive" is the formula of the paper, "auto"
     torch's kernel where that is faster.
     """
-    # torch wants the heads before the tokens: (B, nh, T, hs) and (B, nh, S, hs).
+    # The cache has the tokens before the heads. torch wants (B, nh, T, hs) and (B, nh, S, hs).
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     T, S = q.size(2), k.size(2)
 
@@ -99,15 +98,17 @@ class CausalSelfAttention(nn.Module):
         self.c_attn = Linear(C, 3 * C)          # query, key, value of all heads
         self.c_proj = Linear(C, C)
         self.n_head = config.n_head
-        self.head_size = head_size(config)      # C / nh, or ValueError
+        if C % self.n_head != 0:
+            raise ValueError(f"n_embd {C} must be divisible by n_head {self.n_head}")
 
     def forward(self, x, past=None):
         B, T, C = x.size()
+        hs = C // self.n_head
         q, k, v = self.c_attn(x).split(C, dim=2)                                # 3 times (B, T, C)
-        q = q.view(B, T, self.n_head, self.head_size)                           # (B, T, nh, hs)
-        k = k.view(B, T, self.n_head, self.head_size)
-        v = v.view(B, T, self.n_head, self.head_size)
-        if past is not None:                    # in generation: the keys and values so far
+        q = q.view(B, T, self.n_head, hs)                                       # (B, T, nh, hs)
+        k = k.view(B, T, self.n_head, hs)
+        v = v.view(B, T, self.n_head, hs)
+        if past is not None:            # in generation: after this layer's keys and values so far
             k, v = past.append(self, k, v)                                      # (B, S, nh, hs)
         y = attention(q, k, v, self.kernel)                                     # (B, T, nh, hs)
         return self.c_proj(y.reshape(B, T, C))
@@ -148,7 +149,7 @@ class Block(nn.Module):
 class GPT(LanguageModel):
     """Pre-norm blocks, learned positions, GELU, biases everywhere, a head tied to the embedding.
 
-    There is no dropout.
+    There is no dropout. LanguageModel adds generate(), the losses of single tokens, and FLOPs.
     """
     Config = GPTConfig      # a checkpoint has its fields
     recipe = "gpt2"         # so checkpoints and exports call it
@@ -198,12 +199,12 @@ class GPT(LanguageModel):
         return None, self.loss(x, targets)      # without the logits, which need not be kept then
 
     def hidden(self, idx, past=None):
-        """Final hidden states (B, T, C): of all tokens idx (B, S), or of those not in the cache."""
+        """Final hidden states (B, T, C) of the tokens idx (B, S): of those not in the cache yet."""
         S, block_size = idx.size(1), self.config.block_size
         if S > block_size:
             raise ValueError(f"a sequence of {S} tokens is longer than block_size {block_size}")
 
-        first = 0 if past is None else past.length
+        first = 0 if past is None else past.length          # which generation counts
         positions = torch.arange(first, S, device=idx.device)                   # (T,)
         x = self.transformer.wte(idx[:, first:]) + self.transformer.wpe(positions)      # (B, T, C)
 
@@ -223,18 +224,18 @@ class GPT(LanguageModel):
 
     def loss(self, x, targets):
         """The mean cross-entropy (nats) of the targets (B, T), for hidden states x (B, T, C)."""
-        logits = self.logits(x.flatten(0, 1))                                   # (B T, vocab_size)
-        return F.cross_entropy(logits.float(), targets.flatten(), ignore_index=-1)
+        logits = self.logits(x)                                                 # (B, T, vocab_size)
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
 
     def configure_optimizers(self, max_lr, weight_decay, betas=(0.9, 0.95), eps=1e-8):
-        """A list of one AdamW (arXiv:1711.05101), whose fused kernel updates all at once."""
+        """AdamW (arXiv:1711.05101) with GPT-3's settings (arXiv:2005.14165), in a fused kernel."""
         # Matrices and embeddings decay. Biases and the gains of LayerNorm do not.
         params = [p for p in self.parameters() if p.requires_grad]
         groups = [
             {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
             {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
         ]
-        return [torch.optim.AdamW(groups, lr=max_lr, betas=betas, eps=eps, fused=True)]
+        return torch.optim.AdamW(groups, lr=max_lr, betas=betas, eps=eps, fused=True)
 
     @classmethod
     def from_pretrained(cls, source: str | Path) -> "GPT":
@@ -242,4 +243,4 @@ class GPT(LanguageModel):
         # Imported here, so that `import model` alone stays small.
         from runtime.huggingface import from_huggingface
 
-        return from_huggingface(source, models={"gpt2": cls})
+        return from_huggingface(source, {"gpt2": cls})      # of no other recipe

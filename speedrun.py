@@ -338,11 +338,13 @@ def muon_dtype(config) -> torch.dtype:
     return torch.float32
 
 
-def trapezoid(step: int, progress: float, config) -> float:
+def trapezoid(step: int, run) -> float:
     """Factor of the learning rates: linear warmup, constant, then linear to min_lr.
 
     The last part takes `cooldown` of the run's tokens.
     """
+    config = run.config
+    progress = run.schedule.progress(step)
     warmup = min(1.0, (step + 1) / max(1, config.warmup_steps))
 
     min_scale = config.min_lr / config.max_lr

@@ -26,9 +26,10 @@ from config import FLAGS, Config, resolve
 from model import GPT
 from recipes import RECIPES, fresh_model
 from runtime import checkpoint, console, dataloader, hardware, machines, micro_batch, ranks
-from runtime.cli import RunError, run_command
+from runtime.cli import run_command
 from runtime.dataloader import Data, TrainLoader
-from runtime.launched import LaunchedSteps, check_finite
+from runtime.language_model import prepare
+from runtime.launched import LaunchedSteps, check_finite, is_usual_overflow
 from runtime.optimizers import CombinedOptimizer
 from runtime.output import Output
 from runtime.ranks import Process, Stopped
@@ -37,11 +38,9 @@ from runtime.tokenizer import EOT, encode, tokenizer
 
 # ----------------------------------------------------------------------------- the recipe of GPT-2
 
-def warmup_cosine(step: int, progress: float, config: Config) -> float:
-    """The factor of the learning rate: linear warmup, then a cosine to min_lr (arXiv:1608.03983).
-
-    It goes by the step. Other recipes go by `progress`, the share of the run's tokens before it.
-    """
+def warmup_cosine(step: int, run: "Run") -> float:
+    """The factor of the learning rate: linear warmup, then a cosine to min_lr (arXiv:1608.03983)"""
+    config = run.config
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
 
@@ -50,15 +49,13 @@ def warmup_cosine(step: int, progress: float, config: Config) -> float:
     return min_scale + 0.5 * (1.0 + math.cos(math.pi * decay)) * (1.0 - min_scale)
 
 
-def make_adamw(model: GPT, config: Config) -> list:
-    """[AdamW]. Its settings, here and in config.py, are those of GPT-3 Small (arXiv:2005.14165)."""
-    return model.configure_optimizers(
-        config.max_lr, config.weight_decay, betas=(0.9, 0.95), eps=1e-8)
+def make_adamw(model: GPT, config: Config) -> list[torch.optim.Optimizer]:
+    """One AdamW; other recipes have two optimizers. Its settings are those of GPT-3 Small."""
+    return [model.configure_optimizers(config.max_lr, config.weight_decay)]
 
 
-# A recipe is a model and how it is trained: runtime/recipe.py. The others are in speedrun.py and
-# frontier.py.
-GPT2 = Recipe(GPT, make_adamw, lr_scale=warmup_cosine)
+# --recipe gpt2, the default. The other recipes are at the end of speedrun.py and frontier.py.
+GPT2 = Recipe(model=GPT, make_optimizers=make_adamw, lr_scale=warmup_cosine)
 
 
 # ----------------------------------------------------------------------------- set-up
@@ -72,10 +69,11 @@ def start_process(device: str) -> Process:
 
     if process.world_size > 1:
         # An hour, because the ranks wait while rank 0 downloads: HellaSwag, or gpt2-xl with --init.
+        # In torchrun's own store a restarted rank would find the addresses of dead ones.
         timeout = timedelta(hours=1)
         dist.init_process_group(
             "nccl" if process.on_gpu else "gloo",
-            store=machines.shared_store(process, timeout),      # where the ranks find each other
+            store=machines.shared_store(process, timeout),
             rank=process.rank,
             world_size=process.world_size,
             timeout=timeout,
@@ -83,12 +81,10 @@ def start_process(device: str) -> Process:
     return process
 
 
-def make_model(config: Config, start: checkpoint.Start, device: str) -> nn.Module:
-    """The model of --init or of the checkpoint, or a fresh one, on the device."""
-    # All ranks have the same seed, so they draw the same weights. The order of the data has a
-    # generator of its own.
-    torch.manual_seed(config.seed)
-    model = start.model or fresh_model(config)
+def make_model(config: Config, loaded: nn.Module | None, device: str) -> nn.Module:
+    """The model that was `loaded` for --init or from a checkpoint, or a new one, on the device."""
+    torch.manual_seed(config.seed)          # all ranks draw the same weights
+    model = loaded or fresh_model(config)
     return model.to(device)
 
 
@@ -101,29 +97,23 @@ class TrainState:
     optimizer: CombinedOptimizer        # the recipe's optimizers, as one
     scaler: torch.amp.GradScaler        # of float16's gradients; of other dtypes it does nothing
     autocast: torch.autocast            # matrix products in config.dtype, inside `with`
-    # {name: object with state_dict() and load_state_dict()}: what else of yours is saved and
-    # resumed, such as an average of the weights.
-    others: dict = field(default_factory=dict)
+    others: dict = field(default_factory=dict)  # what else you want saved: {"ema": ...}
 
 
 def make_train_state(
     config: Config, recipe: Recipe, model: nn.Module, process: Process
 ) -> TrainState:
-    # How to compute, which changes nothing but rounding.
+    prepare(model, config, process)     # --attention, --recompute, and what else saves time only
     if process.on_gpu:
         # "high" is TF32: float32 matrix products with 10 bits of mantissa.
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
-    model.use_attention(config.attention)
-    if config.recompute:
-        model.recompute_blocks()
-    if process.device == "cpu" and not config.compile and not model.use_chunks():
-        process.print0("the loss is not the one that a CPU computes in chunks: it takes more time")
 
+    # With --shard_optimizer each rank keeps the moments of its share of the weights (ZeRO stage 1).
     optimizers = recipe.make_optimizers(model, config)
     optimizer = CombinedOptimizer(model, optimizers, process, config.shard_optimizer)
 
-    # Mixed precision: matrix products are in bfloat16 (config.dtype), and so is the residual stream
-    # (model.py). The weights, their gradients, the moments and the loss stay in float32.
+    # Mixed precision: matrix products are in bfloat16 (config.dtype). The weights, their gradients,
+    # the moments and the loss stay in float32.
     device_type = process.device.split(":")[0]
     dtype = getattr(torch, config.dtype)
     autocast = torch.autocast(device_type, dtype, enabled=config.dtype != "float32")
@@ -133,10 +123,10 @@ def make_train_state(
     # DDP wraps the compiled model, as in nanoGPT. The model itself stays eager.
     compiled_model = model
     if config.compile:
-        model.before_compile()
         compiled_model = torch.compile(model, dynamic=False)    # all batches have one shape
     ddp_model = compiled_model
     if process.world_size > 1:
+        # Its device, buckets of whole blocks, and gradients that are views of them.
         ddp_model = DDP(compiled_model, **ranks.ddp_options(model, process))
     return TrainState(model, compiled_model, ddp_model, optimizer, scaler, autocast)
 
@@ -144,8 +134,8 @@ def make_train_state(
 @dataclass
 class Run:
     """All that a run consists of."""
-    asked: Config               # the flags, some of them "auto": a checkpoint records these
-    config: Config              # the values that the run uses
+    config: Config              # the flags, without "auto"
+    asked: dict                 # the flags as they were asked for: a checkpoint records these
     recipe: Recipe              # GPT2, or another one
     process: Process            # this one, of `world_size`
     schedule: BatchSchedule     # how many tokens each step has
@@ -164,18 +154,16 @@ def begin_step(step: int, run: Run) -> float:
 
     Returns the learning rate for the log: --max_lr times the schedule's factor.
     """
-    scale = run.recipe.lr_scale(step, run.schedule.progress(step), run.config)
+    scale = run.recipe.lr_scale(step, run)
     for group in run.state.optimizer.groups():
-        group["lr"] = group["initial_lr"] * scale       # the group's own rate, before any schedule
+        group["lr"] = group["initial_lr"] * scale       # as a scheduler of torch's would
     run.recipe.begin_step(step, run)                    # Muon's momentum; GPT-2 has nothing here
     return run.config.max_lr * scale
 
 
 def train_step(step: int, run: Run) -> torch.Tensor:
-    """One optimizer step. Returns float32 (3,): loss, norm before clipping, votes to stop.
-
-    They are the same on all ranks. The CPU does not wait for a GPU here, except with float16.
-    """
+    """One optimizer step. Returns float32 (3,): loss, norm before clipping, and how many ranks a
+    signal has asked to stop. They are the same on all ranks."""
     process = run.process
     state = run.state
     state.model.train()
@@ -198,7 +186,7 @@ def train_step(step: int, run: Run) -> torch.Tensor:
         loss = loss / micro_steps
         loss_accum += loss.detach()
         state.scaler.scale(loss).backward()
-    loss, votes = mean_loss_and_votes(loss_accum, process)
+    loss, votes = mean_loss_and_votes(loss_accum, process)      # of all ranks, in one message
 
     # Clip, after the loss scale is taken out again. --grad_clip inf only measures the norm.
     state.scaler.unscale_(state.optimizer)
@@ -208,17 +196,14 @@ def train_step(step: int, run: Run) -> torch.Tensor:
         torch.nn.utils.clip_grads_with_norm_(parameters, run.config.grad_clip, norm)
 
     # Update. In float16 the scaler leaves the step out if a gradient has overflowed.
-    ranks.seed_step(run.config.seed, step)                      # the same on all ranks
     state.scaler.step(state.optimizer)
     state.scaler.update()
-
-    # Gradients become None, or zero where the next step adds to DDP's own copies of them.
-    ranks.zero_grad(state.model, process, accumulates=run.loader.micro_steps(step + 1) > 1)
+    ranks.zero_grad(state.model, process, accumulates=micro_steps > 1)
     return torch.stack((loss, norm, votes))
 
 
 def mean_loss_and_votes(loss: torch.Tensor, process: Process) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean of the ranks' losses; and, in the same message, how many ranks have got a signal."""
+    """The mean of the ranks' losses, and how many ranks have got a signal (see `train`)."""
     vote = torch.full_like(loss, float(process.signal != ""))
     sums = torch.stack((loss, vote))
     if process.world_size > 1:
@@ -229,31 +214,27 @@ def mean_loss_and_votes(loss: torch.Tensor, process: Process) -> tuple[torch.Ten
 # ----------------------------------------------------------------------------- evaluation
 
 def validation_loss(data: Data, B: int, state: TrainState, process: Process) -> float:
-    """Mean loss (nats) of the first `val_count` sequences, the same on any number of ranks.
+    """Mean loss (nats) of the tokens of a validation, the same on any number of ranks.
 
-    `B`: how many sequences a rank computes at once. (--eval_only has no Run.)
+    `B`: how many sequences a rank computes at once.
     """
     loss_sum = torch.zeros((), device=process.device)
-    rows_seen = torch.zeros((), device=process.device)
+    count = torch.zeros((), device=process.device)
 
     # A compiled model keeps gradients on here, and so runs in the graph of training: to compile a
     # second graph without them takes longer than it saves.
     is_compiled = state.compiled_model is not state.model
-    firsts = range(process.rank * B, data.val_count, process.world_size * B)
-    for first in process.until_stopped("validation", firsts):
-        # The last batch has as many rows as the others, for the sake of the compiler. The targets
-        # of those beyond the end are ignored.
-        x, y = dataloader.to_device(data.val.read(first, B), process.device)        # (B, T) each
-        y[data.val_count - first:] = -1
+    batches = dataloader.ValBatches(data, B, process)
+    for x, y in process.until_stopped("validation", batches):                   # (B, T) each
         with torch.set_grad_enabled(is_compiled), state.autocast:
             _, loss = state.compiled_model(x, y)
-        rows = (y >= 0).sum() / y.size(1)           # the loss is a mean over their targets
-        loss_sum += loss.detach() * rows
-        rows_seen += rows
+        targets = (y >= 0).sum()            # the loss is the mean of these
+        loss_sum += loss.detach() * targets
+        count += targets
         del loss            # and with it what a backward would need, before the next batch
 
-    loss_sum, rows_seen = process.sum(loss_sum.item(), rows_seen.item())
-    return loss_sum / rows_seen
+    loss_sum, count = process.sum(loss_sum.item(), count.item())
+    return loss_sum / count
 
 
 def hellaswag_score(run: Run) -> tuple[int, int]:
@@ -279,8 +260,7 @@ def print_samples(run: Run, num_samples=4, max_new_tokens=32) -> None:
     with run.state.autocast:
         idx = run.state.model.generate(idx, max_new_tokens, generator=generator)
     for i, row in enumerate(idx.tolist()):
-        text = tokenizer().decode(row).removeprefix("<|endoftext|>")            # the empty prompt
-        run.process.print0(f"sample {i}: {text}")
+        run.process.print0(f"sample {i}: {tokenizer().decode(row)}")
 
 
 def evaluate(step: int, run: Run) -> bool:
@@ -299,10 +279,7 @@ def evaluate(step: int, run: Run) -> bool:
     found = {}                          # {column of metrics.csv: value}
     if val_is_due:
         loss = validation_loss(run.data, run.loader.B, run.state, run.process)
-        if not math.isfinite(loss):
-            run.process.fail(RunError(
-                f"the validation loss at step {step} is {loss}: lower --max_lr, and begin at an "
-                "earlier checkpoint (--resume) in another --out"))
+        check_finite(step, run, "the validation loss", loss)
         found["val"] = loss
         found["val_tokens"] = run.data.val_count * config.sequence_length
         run.log.line(step, f"validation loss: {console.loss_text(loss, run.data)}")
@@ -320,7 +297,7 @@ def evaluate(step: int, run: Run) -> bool:
     run.output.draw_losses()
     if not val_is_due:
         return False
-    return run.process.from_master(run.output.metrics.is_lowest(step))      # which rank 0 writes
+    return run.process.from_master(run.output.metrics.is_lowest(step))      # rank 0 has the losses
 
 
 def is_due(step: int, config: Config, period: int) -> bool:
@@ -337,22 +314,17 @@ def save(step: int, run: Run) -> None:
     checkpoint.keep_together(state.model, state.optimizer, run.process)
 
     # All ranks take part: some of the optimizers' state is on one of them alone.
-    optimizer_state = checkpoint.gather_state(state.model, state.optimizer, run.process)
-    frozen = [name for name, p in state.model.named_parameters() if not p.requires_grad]
+    training_state = checkpoint.gather_state(state, run.process)
     if run.process.is_master:
         run.output.save(step, {
             "model": checkpoint.host_copy(state.model.state_dict()),
             "model_config": asdict(state.model.config),
             "recipe": run.config.recipe,
-            "config": asdict(run.asked),            # a resume decides anew what "auto" is
+            "config": run.asked,                    # a resume decides anew what "auto" is
             "step": step,
             "tokens": run.schedule.tokens_before(step),
-            "frozen": frozen,
-            "optimizers": optimizer_state,
-            "groups": state.optimizer.changed_settings(),       # by the optimizers themselves
-            "others": checkpoint.others_state(state.others),
-            "scaler": state.scaler.state_dict(),
             "data": run.data.fingerprints(),        # a resume refuses other shards
+            **training_state,                       # of the optimizers, the scaler, the others
         })
 
 
@@ -396,7 +368,7 @@ def train(step: int, run: Run) -> tuple[int, bool]:
         # The last evaluation, unless this is a finished run that was started again.
         if not run.process.from_master(run.output.metrics.was_evaluated(step)):
             evaluate(step, run)
-            run.output.draw_losses(last=True)
+            run.output.draw_losses(last=True)       # within a minute of the one before, too
         return step, False
     except Stopped:
         log_steps(launched, run, wait_for_all=True)
@@ -410,7 +382,9 @@ def log_steps(launched: LaunchedSteps, run: Run, wait_for_all: bool) -> None:
     for done in launched.take(wait_for_all):
         loss, norm, votes = done.read_numbers()
         launched.votes += votes
-        check_finite(done.step, loss, norm, run)
+        if not is_usual_overflow(loss, norm, run):                  # of float16
+            check_finite(done.step, run, "the loss", loss)
+            check_finite(done.step, run, "the norm of the gradient", norm)
         seconds = done.seconds()
         run.log.step(done.step, loss, norm, done.lr, seconds)
         rate = run.schedule.tokens(done.step) / seconds
@@ -431,8 +405,11 @@ def main(argv: list[str] | None = None) -> None:
     process = start_process(given.get("device", "auto"))
     # Two errors of torch's become one line: no memory, and a machine that does not answer.
     with hardware.memory_errors(process.device), machines.lost_machines(process):
+        # The flags as asked, the values that the run uses, and the checkpoint that it starts from.
         asked, config, start = resolve(given, process)
-        recipe = GPT2 if config.recipe == "gpt2" else RECIPES[config.recipe]
+        recipe = RECIPES[config.recipe]
+        if config.recipe == "gpt2":
+            recipe = GPT2                       # all of it, which recipes.py cannot import
         if config.eval_only:
             evaluate_only(config, recipe, start, process)
         else:
@@ -444,25 +421,26 @@ def evaluate_only(
 ) -> None:
     """--eval_only: prints the validation loss of the model of --init, or of the run in --out."""
     data = dataloader.open_same_data(config, process)
-    model = make_model(config, start, process.device)
-    state = make_train_state(config, recipe, model, process)        # whose optimizers are not used
+    model = make_model(config, start.model, process.device)
+    state = make_train_state(config, recipe, model, process)
     model.eval()
-    loss = validation_loss(data, micro_batch.most_sequences(config), state, process)
+    B = micro_batch.most_sequences(config)              # --batch_size, without a trial
+    loss = validation_loss(data, B, state, process)
     tokens = data.val_count * config.sequence_length
     process.print0(f"{start.path or config.init}: validation loss: "
                    f"{console.loss_text(loss, data)} on {tokens:,} tokens of {config.data}")
 
 
 def start_run(
-    asked: Config, config: Config, recipe: Recipe, start: checkpoint.Start, process: Process
+    asked: dict, config: Config, recipe: Recipe, start: checkpoint.Start, process: Process
 ) -> None:
     """Makes the parts of a run, and trains; with --dry_run it ends before that."""
     # Inside `together` each rank works by itself, and a mistake on one ends all of them.
     with process.together():
         schedule = make_batch_schedule(recipe, config, process.world_size)
-    data = dataloader.open_same_data(config, process)
+    data = dataloader.open_same_data(config, process)       # on all ranks, or it is an error
     with process.together():
-        model = make_model(config, start, process.device)
+        model = make_model(config, start.model, process.device)
 
     # Two flags that only the text and the model can tell, if they are "auto".
     prompt = data.choose_prompt(config)
@@ -471,7 +449,7 @@ def start_run(
     state = make_train_state(config, recipe, model, process)
     with process.together():
         checkpoint.restore(start, data, schedule, state)        # all but the weights, if it resumes
-    recipe.look_at_text(data.train, schedule, model, config)        # frontier's, of a small text
+    recipe.look_at_text(data.train, schedule, model, config)    # frontier: a small one backwards
     console.print_header(config, process, data, model, schedule, start)
 
     # The sequences of a micro-batch. With --compile, or "auto" on a GPU, one micro-step is tried.
@@ -492,7 +470,7 @@ def start_run(
     loader = TrainLoader(data.train, schedule, B, start.step, process)
     log = console.StepLog(process, schedule, model.flops_per_token(config.sequence_length))
     run = Run(
-        asked=asked, config=config, recipe=recipe, process=process, schedule=schedule, data=data,
+        config=config, asked=asked, recipe=recipe, process=process, schedule=schedule, data=data,
         loader=loader, hellaswag_batches=hellaswag_batches, state=state, output=output, log=log)
     with output, closing(loader):
         step, stopped = train(start.step, run)

@@ -243,7 +243,18 @@ def put_on_device(optimizer: torch.optim.Optimizer) -> None:
 
 # ----------------------------------------------------------------------- what a checkpoint holds
 
-def gather_state(model: torch.nn.Module, optimizer: CombinedOptimizer, process) -> dict:
+def gather_state(state, process) -> dict:
+    """What a checkpoint holds of a train_gpt2.TrainState but the weights, complete on rank 0."""
+    return {
+        "frozen": [name for name, p in state.model.named_parameters() if not p.requires_grad],
+        "optimizers": gather_optimizers(state.model, state.optimizer, process),
+        "groups": state.optimizer.changed_settings(),
+        "scaler": state.scaler.state_dict(),
+        "others": others_state(state.others),
+    }
+
+
+def gather_optimizers(model: torch.nn.Module, optimizer: CombinedOptimizer, process) -> dict:
     """{parameter's name: {key: tensor or number}}: the state of all optimizers, complete on rank 0.
 
     Tensors are in the CPU's memory. All ranks call it, because the state of a parameter that has an

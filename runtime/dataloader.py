@@ -312,6 +312,27 @@ class Data:
         return ""
 
 
+class ValBatches:
+    """The batches of a validation that a rank computes: x and y, int64 (B, T), on its device."""
+
+    def __init__(self, data: Data, B: int, process):
+        self.data = data
+        self.B = B
+        self.device = process.device
+        self.firsts = range(process.rank * B, data.val_count, process.world_size * B)
+
+    def __len__(self) -> int:
+        return len(self.firsts)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for first in self.firsts:
+            # The last batch has as many rows as the others, for the sake of the compiler. The
+            # targets of those beyond the end are ignored.
+            x, y = to_device(self.data.val.read(first, self.B), self.device)
+            y[self.data.val_count - first:] = -1
+            yield x, y
+
+
 def open_data(config) -> Data:
     """The data of a run: the shards of --data, or with --overfit one batch of input.txt."""
     T, vocab_size = config.sequence_length, config.vocab_size

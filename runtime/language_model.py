@@ -81,6 +81,21 @@ def sample_token(
     return torch.multinomial(probabilities, num_samples=1, generator=generator)
 
 
+# ---------------------------------------------------------------------- before training
+
+def prepare(model: nn.Module, config, process) -> None:
+    """Has the model compute as the flags and the device want it, which changes rounding only."""
+    model.use_attention(config.attention)
+    if config.recompute:
+        model.recompute_blocks()
+    if config.compile:
+        model.before_compile()
+    elif process.device == "cpu":
+        if not model.use_chunks():
+            process.print0("the loss of this model cannot be computed in chunks, as a CPU does it "
+                           "faster: it takes more time and memory")
+
+
 # ---------------------------------------------------------------------- two forms of a loss
 
 def agree(model: nn.Module, loss: Callable, other: Callable) -> bool:

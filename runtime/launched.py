@@ -63,20 +63,22 @@ class LaunchedSteps:
             yield self.steps.popleft()
 
 
-def check_finite(step: int, loss: float, norm: float, run) -> None:
-    """RunError if the loss or the gradient is not finite: the weights are not worth saving."""
-    if math.isfinite(loss) and math.isfinite(norm):
-        return
+def check_finite(step: int, run, what: str, number: float) -> None:
+    """RunError on all ranks unless the number is finite: the weights are not worth saving."""
+    if not math.isfinite(number):
+        run.process.fail(RunError(
+            f"{what} of step {step} is {number}, and with the same settings it would be so again: "
+            "lower --max_lr, and begin at an earlier checkpoint (--resume) in another --out"))
 
+
+def is_usual_overflow(loss: float, norm: float, run) -> bool:
+    """Whether a gradient of this step has overflowed as some in float16 do."""
     # float16's scaler begins at 65536, leaves out a step whose gradient overflows, and halves its
     # scale. So some overflows are usual. 25 in a row bring it to 1/512: one more is an error.
+    if math.isfinite(norm) or not math.isfinite(loss):
+        return False
     scaler = run.state.scaler               # to read its scale waits for a GPU, so it comes last
-    if math.isfinite(loss) and scaler.is_enabled() and scaler.get_scale() >= 2**-9:
-        return
-    run.process.fail(RunError(
-        f"the loss or the gradient of step {step} is not finite (loss {loss}, gradient norm "
-        f"{norm}), and with the same settings it would be so again: lower --max_lr, and begin at "
-        "an earlier checkpoint (--resume) in another --out"))
+    return scaler.is_enabled() and scaler.get_scale() >= 2**-9
 
 
 # ----------------------------------------------------------------------------- a GPU's clock

@@ -275,9 +275,9 @@ def seed_step(*numbers: int) -> None:
 
 
 def zero_grad(model: torch.nn.Module, process: Process, accumulates: bool) -> None:
-    """model.zero_grad(). `accumulates`: whether the next step has several micro-batches."""
-    # DDP's gradients are views of its buckets. If the next step accumulates on a GPU, they are
-    # zeroed and stay there: with None it would accumulate in new memory. On a CPU they become None,
+    """model.zero_grad(). `accumulates`: whether a step has several micro-batches."""
+    # DDP's gradients are views of its buckets. If a step accumulates on a GPU, they are zeroed and
+    # stay there: with None the next one would accumulate in new memory. On a CPU they become None,
     # as after a resume, so that its bits are the same: DDP rounds the mean of views otherwise.
     keep_views = process.on_gpu and process.world_size > 1 and accumulates
     model.zero_grad(set_to_none=not keep_views)

@@ -20,7 +20,8 @@ class Recipe:
     # group is its peak, which lr_scale multiplies.
     make_optimizers: Callable | None = None
 
-    # (step, progress, config) -> the factor by which every learning rate is multiplied.
+    # (step, run) -> the factor by which every learning rate is multiplied; `run` is a
+    # train_gpt2.Run.
     lr_scale: Callable | None = None
 
     # (progress, config) -> the momentum of every group that has a "momentum", as Muon's have.
