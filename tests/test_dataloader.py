@@ -249,6 +249,21 @@ def test_batches_have_the_strides_of_a_whole_tensor(B):
     assert x.stride() == y.stride() == (24, 1)
 
 
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_only_pinned_memory_is_copied_while_the_program_goes_on(is_pinned, monkeypatch):
+    how = []
+    copy = torch.Tensor.to
+
+    def remember(rows, device, non_blocking=False):
+        how.append(non_blocking)
+        return copy(rows, device)
+
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda rows: is_pinned)
+    monkeypatch.setattr(torch.Tensor, "to", remember)
+    to_device(torch.zeros(2, 5, dtype=torch.int32), "cpu")
+    assert how == [is_pinned]
+
+
 def batches_of(shards):
     """Micro-batches of two sequences of five tokens, three a step."""
     dataset = TokenDataset(shards, 5, 1, True)

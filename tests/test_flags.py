@@ -30,8 +30,7 @@ from model import GPT, GPTConfig
 from presets import OVERFIT, PRESETS
 from recipes import fresh_model, load_model
 from runtime.checkpoint import Start
-from runtime.cli import flag
-from runtime.flags import FlagTable
+from runtime.flags import FlagTable, flag
 from runtime.language_model import LanguageModel
 from runtime.ranks import Process
 from runtime.shards import write_shard

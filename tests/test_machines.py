@@ -101,10 +101,10 @@ def test_machines_that_count_their_restarts_otherwise_find_each_other(byte_data,
         free.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
     env = site(tmp_path / "site", "\n".join([
-        "import helpers, test_network",
+        "import helpers, test_machines",
         "helpers.draw_no_pictures()",
         "helpers.strike('validation', 'SIGKILL', rank=1, nth=2)",
-        "helpers.strike('validation', rank=0, nth=2, call=test_network.wait_for_torchrun)"]))
+        "helpers.strike('validation', rank=0, nth=2, call=test_machines.wait_for_torchrun)"]))
     flags = ["--data", byte_data, *BYTES, "--max_steps", 2, "--val_every", 2,
              "--checkpoint_every", 2, "--out", tmp_path / "log"]
     words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--max_restarts", "2",
@@ -112,12 +112,12 @@ def test_machines_that_count_their_restarts_otherwise_find_each_other(byte_data,
              ROOT / "train_gpt2.py", *flags]
 
     with ThreadPoolExecutor() as executor:
-        machines = []
+        starts = []
         for _ in range(2):
-            machines.append(executor.submit(
+            starts.append(executor.submit(
                 subprocess.run, list(map(str, words)), env=env, capture_output=True, text=True,
                 timeout=2 * HANG))              # six times a Python imports torch
-        results = [machine.result() for machine in machines]
+        results = [start.result() for start in starts]
 
     assert [result.returncode for result in results] == [0, 0], results
     text = results[0].stdout + results[1].stdout
@@ -127,7 +127,7 @@ def test_machines_that_count_their_restarts_otherwise_find_each_other(byte_data,
 
 # ----------------------------------------------------------------------- machines that are gone
 
-class Machines:
+class Network:
     """Three machines a, b and c on a bridge, as network namespaces."""
 
     def __init__(self):
@@ -158,16 +158,16 @@ class Machines:
 
 
 @pytest.fixture
-def machines():
-    machines = Machines()
+def network():
+    network = Network()
     try:
-        machines.set_up()
+        network.set_up()
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"cannot make network namespaces here: {error}")
     else:
-        yield machines
+        yield network
     finally:
-        machines.remove()
+        network.remove()
 
 
 def move_to_machine():
@@ -190,12 +190,12 @@ def lose_power():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def on_machines(machines, call, before):
+def on_machines(network, call, before):
     """`forked`, of a rank on each machine. Rank 0, on machine a, has the store."""
     envs = []
     for rank, name in enumerate("abc"):
         envs.append({
-            **ENV, "TORCHELASTIC_RUN_ID": "test", "MACHINE": f"{machines.prefix}-{name}",
+            **ENV, "TORCHELASTIC_RUN_ID": "test", "MACHINE": f"{network.prefix}-{name}",
             "MASTER_ADDR": "10.99.0.1", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0",
             "WORLD_SIZE": "3", "RANK": str(rank), "LOCAL_RANK": "0",
         })
@@ -204,28 +204,28 @@ def on_machines(machines, call, before):
 
 @pytest.mark.parametrize("what", ["step 5", "validation"])
 def test_when_a_machine_loses_its_power_the_others_end_and_say_which(
-        what, machines, byte_data, tmp_path):
+        what, network, byte_data, tmp_path):
     call = command("train_gpt2.py", "--data", byte_data, *RUN, "--val_every", 5, "--out", tmp_path)
     strike = striking(what, rank=2, nth=2 if what == "validation" else 1, call=lose_power)
 
-    results = on_machines(machines, call, [lose_patience_soon, *strike])
+    results = on_machines(network, call, [lose_patience_soon, *strike])
 
     assert [code for code, _, _ in results] == [1, 1, -signal.SIGKILL], results
     for _, _, stderr in results[:2]:
         # Before its line torch warns that these machines have addresses without names.
         [line] = [line for line in stderr.splitlines() if "socket.cpp" not in line]
-        assert f"no answer from machine {machines.prefix}-c:" in line
-        assert f"{machines.prefix}-b" not in line
+        assert f"no answer from machine {network.prefix}-c:" in line
+        assert f"{network.prefix}-b" not in line
         assert f"checkpoint_{newest(tmp_path):06d}.pt" in line
     assert len(logged(tmp_path)) == 5
 
 
-def test_an_error_of_another_kind_is_not_blamed_on_a_machine(machines, byte_data, tmp_path):
+def test_an_error_of_another_kind_is_not_blamed_on_a_machine(network, byte_data, tmp_path):
     """A process that dies leaves its machine behind, which answers that nothing listens there."""
     call = command("train_gpt2.py", "--data", byte_data, *RUN, "--out", tmp_path)
     strike = striking("step 5", "SIGKILL", rank=2)
 
-    results = on_machines(machines, call, [lose_patience_soon, *strike])
+    results = on_machines(network, call, [lose_patience_soon, *strike])
 
     assert [code for code, _, _ in results] == [1, 1, -signal.SIGKILL], results
     for _, _, stderr in results[:2]:

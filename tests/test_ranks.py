@@ -14,8 +14,9 @@ from peers import make_model
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import train_gpt2
+from runtime import machines
 from runtime.cli import RunError, UserError, exit_code
-from runtime.ranks import Process, ddp_options, read_process, warn_without_torchrun
+from runtime.ranks import Process, ddp_options, read_process
 
 VARIABLES = (
     "WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
@@ -341,7 +342,7 @@ def test_a_rank_among_the_flags_is_ignored(flags):
 
 def test_who_waits_without_torchrun_says_for_how_many_and_where(environment, capsys):
     environment("WORLD_SIZE=4 RANK=2 MASTER_ADDR=10.0.0.7 MASTER_PORT=29500")
-    warn_without_torchrun(read_process())
+    read_process()
 
     line = capsys.readouterr().err
     assert line.count("\n") == 1
@@ -351,7 +352,7 @@ def test_who_waits_without_torchrun_says_for_how_many_and_where(environment, cap
 
 def test_ranks_that_torchrun_has_started_wait_in_silence(environment, capsys):
     environment("WORLD_SIZE=4 RANK=2 TORCHELASTIC_RUN_ID=none")
-    warn_without_torchrun(read_process())
+    read_process()
     assert capsys.readouterr().err == ""
 
 
@@ -372,8 +373,7 @@ def test_the_line_comes_before_the_wait(environment, monkeypatch, capsys):
 def test_ranks_wait_an_hour_for_what_rank_0_downloads(environment, monkeypatch):
     given = {}
     environment("WORLD_SIZE=2 RANK=1 TORCHELASTIC_RUN_ID=none")
-    monkeypatch.setattr(network, "shared_store", lambda process, timeout: None)
-    monkeypatch.setattr(network, "watch_machines", lambda process: None)
+    monkeypatch.setattr(machines, "shared_store", lambda process, timeout: None)
     monkeypatch.setattr(
         torch.distributed, "init_process_group", lambda backend, **options: given.update(options))
 

@@ -5,6 +5,7 @@ from dataclasses import asdict
 import pytest
 import torch
 from helpers import parse_flags, refused
+from peers import RECIPES
 
 from config import FLAGS, Config
 from presets import GPT2_SIZES, PRESETS
@@ -13,7 +14,6 @@ from runtime.checkpoint import Start
 from runtime.cli import UserError
 from runtime.ranks import Process
 from runtime.recipe import make_batch_schedule
-from train_gpt2 import RECIPES
 
 # ----------------------------------------------------------------------- defaults and presets
 
