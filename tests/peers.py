@@ -14,7 +14,7 @@ from model import GPT, GPTConfig
 from recipes import RECIPES as MODELS
 from runtime.console import StepLog
 from runtime.dataloader import Data, TokenDataset
-from runtime.metrics import Metrics
+from runtime.metrics import MetricsFile
 from runtime.ranks import Process
 from runtime.recipe import BatchSchedule
 from runtime.tokenizer import EOT
@@ -78,8 +78,8 @@ class Batches:
 
 
 def metrics_of(rows):
-    """The Metrics of rows, which are {column: number, or None where the cell is empty}."""
-    metrics = Metrics()
+    """The metrics of rows, which are {column: number, or None where the cell is empty}."""
+    metrics = MetricsFile(None, None)           # without its file
     for row in rows:
         metrics.add_row()
         for name, value in row.items():
@@ -100,16 +100,9 @@ class Record:
             self.rows.append({"step": step})
         self.rows[-1].update(cells)
 
-    def was_evaluated(self, step):
-        return any(row["step"] == step and ("val" in row or "hella" in row) for row in self.rows)
-
     @property
     def metrics(self):
         return metrics_of(self.rows)
-
-    def is_lowest(self, step):
-        best = self.metrics.lowest()
-        return best is not None and best[1] == step
 
     def draw_losses(self, last=False):
         self.pictures.append(last)

@@ -119,19 +119,7 @@ def test_auto_becomes_a_value_in_config_and_stays_auto_in_the_flags_as_asked():
     asked, config = FLAGS.resolve(given, Start(), Process())
     assert config.sequence_length == 64
     assert config.min_lr == 2e-4
-    assert config.batch_size == 4096 // 64
-    assert asked.sequence_length == asked.min_lr == asked.batch_size == "auto"
-
-
-@pytest.mark.parametrize("given, device, expected", [
-    ({"block_size": 1024}, "cpu", 4),
-    ({"block_size": 1024}, "cuda:0", 64),
-    ({"block_size": 8192}, "cpu", 1),           # a sequence longer than the usual micro-batch
-    ({"batch_size": 100}, "cpu", 100),
-])
-def test_a_micro_batch_has_4096_tokens_on_a_cpu_and_65536_on_a_gpu(given, device, expected):
-    _, config = FLAGS.resolve(given | {"dtype": "float32"}, Start(), Process(device=device))
-    assert config.batch_size == expected
+    assert asked.sequence_length == asked.min_lr == "auto"
 
 
 # ----------------------------------------------------------------------- what a flag takes

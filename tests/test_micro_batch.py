@@ -59,6 +59,7 @@ class Card:
             compile=True,
             sequence_length=1024,
         )
+        self.monkeypatch = monkeypatch
         self.tried = []
         self.reserved = None
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *device: (self.free, None))
@@ -75,9 +76,13 @@ class Card:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return 1.0
 
-    def choose(self, most=64, batch=512, divisors=(1, 1, 1), has_moments=False, may_shrink=True):
-        """The micro-batch, of `batch` sequences a step of which at most `most` are at once."""
-        self.config.batch_size = most
+    def choose(self, most=64, batch=512, divisors=(1, 1, 1), has_moments=False, auto=True):
+        """The micro-batch, of `batch` sequences a step of which at most `most` are at once.
+
+        `most` is what "auto" takes at most, or what is asked for.
+        """
+        self.config.batch_size = "auto" if auto else most
+        self.monkeypatch.setattr(micro_batch, "ON_A_GPU", 1024 * most)
         weights = torch.empty(self.counted.weights // 4, device="meta")
         moments = 0 if has_moments else 2 * self.counted.weights
         state = SimpleNamespace(
@@ -136,7 +141,7 @@ def test_an_eager_run_on_a_gpu_does_not_try_a_given_batch_size(monkeypatch):
     card = Card("gpt2", CARDS["H100 80GB"], monkeypatch)
     card.config.compile = False
 
-    assert card.choose(most=64, may_shrink=False) == 64
+    assert card.choose(most=64, auto=False) == 64
     assert card.tried == []
 
 
@@ -161,7 +166,7 @@ def test_a_micro_batch_that_does_not_fit_is_halved(monkeypatch):
 def test_a_given_batch_size_is_not_halved(monkeypatch):
     card = Card("gpt2", CARDS["T4"], monkeypatch)
     with pytest.raises(torch.OutOfMemoryError):
-        card.choose(most=64, may_shrink=False)
+        card.choose(most=64, auto=False)
 
 
 def test_a_micro_batch_divides_the_step(monkeypatch):
@@ -189,9 +194,9 @@ def test_all_steps_have_the_micro_batch_of_the_first_which_is_the_smallest(monke
 
 def test_a_trial_leaves_room_for_the_moments_which_a_resumed_run_has_already(monkeypatch):
     card = Card("gpt2", CARDS["H100 80GB"], monkeypatch)
-    card.choose(most=32, may_shrink=False)
+    card.choose(most=32, auto=False)
     assert card.reserved == 2 * card.counted.weights
-    card.choose(most=32, may_shrink=False, has_moments=True)
+    card.choose(most=32, auto=False, has_moments=True)
     assert card.reserved == 0
 
 
@@ -213,13 +218,22 @@ def chosen_on_cpu(monkeypatch):
         monkeypatch.setattr(micro_batch, "settle_buckets", lambda *arguments: None)
         config = Config(batch_size=limit, sequence_length=8, compile=compile)
         schedule = BatchSchedule(sequences * 8, 10)
-        return choose_micro_batch(config, True, schedule, None, process), tried
+        return choose_micro_batch(config, schedule, None, process), tried
     return choose
 
 
 @pytest.mark.parametrize("limit, B", [(1, 1), (7, 6), (8, 8), (24, 24), (100, 24)])
 def test_a_cpu_takes_the_largest_divisor_without_a_trial(limit, B, chosen_on_cpu):
     assert chosen_on_cpu(limit, Process()) == (B, [])
+
+
+@pytest.mark.parametrize("batch_size, T, expected", [
+    ("auto", 1024, (4, 64)), ("auto", 8192, (1, 8)), (100, 1024, (100, 100))])
+def test_auto_is_4096_tokens_on_a_cpu_and_65536_on_a_gpu_but_a_sequence_at_least(
+        batch_size, T, expected):
+    config = Config(batch_size=batch_size, sequence_length=T)
+    for limit, count in zip((micro_batch.ON_A_CPU, micro_batch.ON_A_GPU), expected, strict=True):
+        assert micro_batch.most_sequences(config, limit) == count
 
 
 def test_a_cpu_tries_a_compiled_model(chosen_on_cpu):
