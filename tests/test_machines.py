@@ -24,6 +24,8 @@ from helpers import (
     logged,
     newest,
     on_ranks,
+    run,
+    same_end,
     site,
     striking,
 )
@@ -95,8 +97,15 @@ def wait_for_torchrun():
 def test_machines_that_count_their_restarts_otherwise_find_each_other(byte_data, tmp_path):
     """A rank of one machine dies while that of the other one is busy.
 
-    The torchrun of the first counts a restart, and the other one, which only follows, does not.
+    The torchrun of the first counts a restart, and the other one, which only follows, does not. The
+    run began with --resume PATH, and after the kill goes on with its own newest checkpoint.
     """
+    flags = ["--data", byte_data, *BYTES, "--max_steps", 4, "--val_every", 2,
+             "--checkpoint_every", 2]
+    run(*flags, "--max_steps", 1, "--out", tmp_path / "before")
+    path = tmp_path / "before/checkpoint_000001.pt"
+    flags += ["--resume", path]
+    run(*flags, "--out", tmp_path / "whole", processes=2)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
@@ -105,11 +114,9 @@ def test_machines_that_count_their_restarts_otherwise_find_each_other(byte_data,
         "helpers.draw_no_pictures()",
         "helpers.strike('validation', 'SIGKILL', rank=1, nth=2)",
         "helpers.strike('validation', rank=0, nth=2, call=test_machines.wait_for_torchrun)"]))
-    flags = ["--data", byte_data, *BYTES, "--max_steps", 2, "--val_every", 2,
-             "--checkpoint_every", 2, "--out", tmp_path / "log"]
     words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--max_restarts", "2",
              "--rdzv_backend", "c10d", "--rdzv_endpoint", endpoint, "--rdzv_id", "test",
-             ROOT / "train_gpt2.py", *flags]
+             ROOT / "train_gpt2.py", *flags, "--out", tmp_path / "log"]
 
     with ThreadPoolExecutor() as executor:
         starts = []
@@ -121,8 +128,10 @@ def test_machines_that_count_their_restarts_otherwise_find_each_other(byte_data,
 
     assert [result.returncode for result in results] == [0, 0], results
     text = results[0].stdout + results[1].stdout
-    assert re.findall(r"at step (\d+) of 2", text) == ["2"]
-    assert "done: 2 steps" in text
+    began = re.findall(r"resuming from (\S+) at step", text)
+    assert began == [str(path), str(tmp_path / "log/checkpoint_000004.pt")]
+    assert "done: 4 steps" in text
+    same_end(tmp_path / "log", tmp_path / "whole", step=4)
 
 
 # ----------------------------------------------------------------------- machines that are gone
@@ -180,8 +189,9 @@ def move_to_machine():
 
 
 def lose_patience_soon():
-    """For `before`: a machine counts as gone after three seconds."""
-    machines.SILENCE = 3
+    """For `before`: a machine counts as gone after a second, and is asked for half of one."""
+    machines.SILENCE = 1
+    machines.ANSWER = 0.5
 
 
 def lose_power():

@@ -1,10 +1,10 @@
 """Whole runs that are killed, resumed, made longer or shared out otherwise lose nothing.
 
-Signals are in test_signals.py, the rules of --resume in test_checkpoint.py.
+Signals are in test_signals.py, the rules of --resume in test_checkpoint.py, torchrun's restarts in
+test_machines.py.
 """
 import functools
 import os
-import re
 import shutil
 import sys
 
@@ -176,27 +176,6 @@ def test_killed_in_an_atomic_write_a_run_ends_bit_for_bit_as_one_that_was_not(
     assert has_checkpoint == (moment in ("2 after", "3 half"))
     assert ("resuming from" in text) == has_checkpoint
     same_end(tmp_path, twelve_steps, step=12)
-
-
-def test_torchrun_brings_back_a_run_of_which_a_rank_is_killed(data, whole, tmp_path):
-    """It begins with --resume PATH, and after the kill goes on with its own newest checkpoint."""
-    expected = whole(processes=3)
-    env = site(tmp_path / "site", "import helpers\nhelpers.draw_no_pictures()\n"
-                                  "helpers.strike('step 23', 'SIGKILL', rank=1)")
-
-    done = torchrun("--data", data, *RUN_OF_THREE, "--shard_optimizer", "--checkpoint_every", 4,
-                    "--out", tmp_path / "log", "--resume", expected / "checkpoint_000018.pt",
-                    options=["--standalone", "--nproc_per_node=3", "--max_restarts=1"], env=env)
-
-    assert done.returncode == 0, done.stderr
-    began = re.findall(r"resuming from (\S+) at step", done.stdout)
-    own = tmp_path / "log/checkpoint_000020.pt"
-    assert began == [str(expected / "checkpoint_000018.pt"), str(own)]
-    losses = logged(expected)
-    assert logged(tmp_path / "log") == {step: losses[step] for step in range(18, 24)}
-    weights = saved(expected)["model"]
-    for name, tensor in saved(tmp_path / "log")["model"].items():
-        assert torch.equal(tensor, weights[name]), name
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process that its parent died")
