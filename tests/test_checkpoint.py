@@ -618,7 +618,7 @@ def train_with_four_optimizers():
     train_gpt2.GPT2 = replace(train_gpt2.GPT2, make_optimizers=four_optimizers)
 
 
-@pytest.mark.parametrize("processes, flags", [(1, []), (2, []), (2, ["--shard_optimizer"])])
+@pytest.mark.parametrize("processes, flags", [(1, []), (2, ["--shard_optimizer"])])
 def test_any_optimizer_of_torch_is_saved_and_resumed_bit_for_bit(
         processes, flags, byte_data, tmp_path):
     flags = ["--data", byte_data, *SHORT, *flags]

@@ -231,7 +231,7 @@ def eager_and_in_one_graph(recipe, dtype):
 
 
 @pytest.mark.parametrize("recipe, dtype, tolerance", [
-    ("gpt2", torch.float32, 2e-5), ("gpt2", torch.bfloat16, 0.05),
+    ("gpt2", torch.float32, 2e-5),
     ("frontier", torch.float32, 2e-5),          # which has all layers of speedrun
 ])
 def test_compiled_in_one_graph_loss_and_gradients_equal_eager(recipe, dtype, tolerance):
@@ -302,7 +302,7 @@ def inputs_of_graphs(model):
 
 
 @pytest.mark.parametrize("recipe, width, n_layer", [
-    ("gpt2", 1600, 3), ("frontier", 768, 5),
+    ("gpt2", 1600, 2), ("frontier", 768, 5),
 ])
 def test_several_gpus_divide_a_compiled_model_where_little_is_stored(
     recipe, width, n_layer, one_rank
