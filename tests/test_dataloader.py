@@ -446,22 +446,6 @@ def test_validation_is_the_beginning_of_its_shards_whatever_the_seed(folder):
         assert data.val.read(0, 2).tolist() == [list(range(400, 409)), list(range(408, 417))]
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_no_shuffle_reads_in_the_order_of_the_text(seed, folder):
-    data = open_data(flags(folder, seed=seed, shuffle=False))
-    assert data.train.read(0, 49)[:, 0].tolist() == list(range(0, 392, 8))
-
-
-def test_each_seed_has_its_own_order(folder):
-    orders = []
-    for seed in (1, 2):
-        data = open_data(flags(folder, seed=seed))
-        orders.append(data.train.read(0, 49)[:, 0].tolist())
-    in_order = list(range(0, 392, 8))
-    assert in_order not in orders
-    assert orders[0] != orders[1]
-
-
 def test_a_run_without_validation_needs_no_shards_for_it(folder):
     (folder / "text_val_000000.npy").unlink()
     data = open_data(flags(folder, val_every=0))

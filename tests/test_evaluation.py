@@ -367,23 +367,6 @@ def test_a_compiled_run_sees_one_shape_and_has_the_numbers_of_an_eager_one(
         assert logged(tmp_path, kind)[0] == pytest.approx(of_eager, abs=1e-4)
 
 
-def test_a_missing_file_of_examples_is_an_error(words, tmp_path):
-    missing = tmp_path / "nowhere.jsonl"
-    refused(lambda: train(*words, "--max_steps", 1, "--hellaswag_data", missing,
-                          "--out", tmp_path / "out"), missing)
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("flags", [[], ["--hellaswag_every", 1]])
-def test_examples_that_cannot_be_fetched_are_a_warning_whatever_was_typed(
-        flags, words, tmp_path, capsys):
-    """The tests are offline."""
-    pytest.importorskip("datasets")
-    train(*words, *QUIET, *flags, "--max_steps", 1, "--out", tmp_path)
-    assert capsys.readouterr().out.count("warning: continuing without HellaSwag") == 1
-    assert list(logged(tmp_path)) == [0]
-
-
 def test_samples_begin_with_the_first_line_of_the_validation_shards(words, tmp_path, capsys):
     """As does the command that is named at the end. What was typed wins, and a resume keeps it."""
     flags = [*words, "--preset", "small", "--sample_every", 1, "--checkpoint_every", 1]

@@ -10,10 +10,8 @@ from helpers import logged, run, train
 from peers import make_model, make_run, tokens
 
 import frontier
-import speedrun
 from frontier import FrontierGPT, automatic, bigram_hash, muon_momentum, parts_of_tokens
 from recipes import RECIPES
-from runtime.cli import UserError
 from runtime.loss import VocabularySample
 from runtime.recipe import make_batch_schedule
 from runtime.shards import write_shard
@@ -21,23 +19,6 @@ from runtime.tokenizer import EOT, tokenizer
 from speedrun import trapezoid
 
 # ----------------------------------------------------------------------- the model
-
-def test_gpt2s_size_has_182_million_parameters():
-    with torch.device("meta"):
-        model = FrontierGPT(FrontierGPT.Config())
-    blocks = 12 * 12 * 768**2 + 12 * 3
-    rows = 2 * 50304 + 23579 + 91               # tokens, bigrams, stems, forms
-    pointer = 3 * 768**2 + 768 + 2
-    assert sum(p.numel() for p in model.parameters()) == rows * 768 + blocks + pointer
-    assert model.lm_head.weight is model.transformer.wte.weight
-
-
-def test_rows_that_are_looked_up_are_no_flops():
-    with torch.device("meta"):
-        model = FrontierGPT(FrontierGPT.Config())
-    in_products = 50304 * 768 + 12 * 12 * 768**2 + 12 * 3 + 3 * 768**2 + 768 + 2
-    assert model.flops_per_token(1024) == 6 * in_products + 12 * 12 * 768 * 1024
-
 
 @pytest.mark.parametrize("n_embd", [32, 192])
 def test_a_new_model_begins_near_the_loss_of_knowing_nothing(n_embd):
@@ -258,21 +239,6 @@ def test_each_size_has_a_third_of_the_runs_tokens_or_two(batch, T, steps):
     for size in set(sizes):
         thirds = sizes.count(size) * size / third
         assert thirds == pytest.approx(round(thirds), abs=2 * batch / third)
-
-
-@pytest.mark.parametrize("recipe", [frontier.RECIPE, speedrun.RECIPE])
-def test_the_schedule_does_not_depend_on_the_number_of_processes(recipe):
-    config = run_of(16384, 1024, 64)            # 16 sequences; frontier begins with 4
-    alone = make_batch_schedule(recipe, config, 1)
-    for processes in (2, 4):
-        shared = make_batch_schedule(recipe, config, processes)
-        assert shared.stages == alone.stages
-
-
-@pytest.mark.parametrize("batch, processes, nearest", [(252, 3, "240 or 255"), (10, 4, "20")])
-def test_a_batch_that_the_processes_cannot_share_is_refused(batch, processes, nearest):
-    with pytest.raises(UserError, match=f"--total_batch_size {batch} .* {nearest}"):
-        make_batch_schedule(speedrun.RECIPE, run_of(batch, 5, 9), processes)
 
 
 # ----------------------------------------------------------------------- schedules

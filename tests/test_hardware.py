@@ -352,15 +352,9 @@ def test_torch_has_no_more_threads_than_a_container_has_cores(
 PEAKS = {
     "NVIDIA H200 NVL": 835.5,
     "NVIDIA H100 80GB HBM3": 989.4,
-    "NVIDIA GH200 480GB": 989.4,
-    "NVIDIA H100 PCIe": 756,
     "NVIDIA A100-SXM4-80GB": 312,
-    "A100-SXM4-40GB": 312,
     "NVIDIA A100 80GB PCIe": 312,
-    "NVIDIA A100-PCIE-40GB": 312,
-    "NVIDIA A10G": 70,
     "Tesla T4": 65,
-    "Tesla V100-SXM2-16GB": 125,
     "NVIDIA RTX 6000 Ada Generation": 364,
     "NVIDIA GeForce RTX 4090": 165.2,
     "NVIDIA GeForce RTX 4090 D": 147.1,
@@ -387,12 +381,8 @@ def test_the_peak_of_a_known_gpu_is_that_of_its_data_sheet(name, gpu_name):
     "Some GPU 9000",
     "NVIDIA GeForce RTX 4090 Laptop GPU",
     "NVIDIA GeForce RTX 3090 Ti",
-    "NVIDIA RTX 6000 Ada Generation Laptop GPU",
     "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
-    "NVIDIA H20-3e",
     "NVIDIA A100-SXM-64GB",
-    "NVIDIA B200 NVL",
-    "NVIDIA L4 2",
 ])
 def test_a_gpu_that_is_not_exactly_known_has_no_peak(name, gpu_name):
     gpu_name(name)

@@ -219,13 +219,6 @@ def test_a_resume_keeps_the_rows_before_its_step_and_the_seconds_go_on(byte_data
         assert b["seconds"] == pytest.approx(a["seconds"] + took, abs=2e-3)
 
 
-def test_a_line_that_a_crash_has_cut_off_is_passed_over(byte_data, a_copy):
-    with open(a_copy / "metrics.csv", "a") as file:
-        file.write("4,1024,0.0")
-    train("--data", byte_data, *SHORT, "--out", a_copy, "--max_steps", 5)
-    assert list(logged(a_copy)) == [0, 1, 2, 3, 4]
-
-
 def test_a_metrics_csv_of_another_kind_is_refused_and_stays(byte_data, a_copy):
     (a_copy / "metrics.csv").write_text("a note\nof mine\n")
     before = contents(a_copy)

@@ -283,18 +283,6 @@ def test_a_process_alone_is_rank_0_whatever_another_job_has_left(left, environme
     assert read_process() == Process(rank=0, local_rank=0, world_size=1)
 
 
-@pytest.mark.parametrize("left", ["RANK=1", "RANK=1 LOCAL_RANK=1", "WORLD_SIZE= LOCAL_RANK=1"])
-def test_a_rank_left_in_a_shell_silences_nothing(
-    left, environment, byte_data, tmp_path, capsys
-):
-    environment(left)
-    train("--data", byte_data, *BYTES, "--max_steps", 1, "--out", tmp_path)
-    assert "1 process on " in capsys.readouterr().out
-
-    with pytest.raises(UserError, match="--bogus"):
-        train("--bogus")
-
-
 def test_torchruns_variables_are_a_rank(environment):
     environment("WORLD_SIZE=16 RANK=9 LOCAL_RANK=1")
 

@@ -86,11 +86,6 @@ def test_attention_and_recompute_reach_the_model():
         assert {block.attn.kernel for block in model.transformer.h} == {kernel}
 
 
-@pytest.mark.parametrize("compile, chunk", [(False, 2048), (True, 0)])
-def test_a_cpus_eager_model_computes_its_loss_in_chunks(compile, chunk):
-    assert make_run(compile=compile).state.model.loss_chunk == chunk
-
-
 @pytest.mark.parametrize("tf32, expected", [(True, "high"), (False, "highest")])
 def test_tf32_is_set_on_a_gpu_alone(tf32, expected, monkeypatch):
     calls = []
