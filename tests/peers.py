@@ -11,14 +11,16 @@ from torch.utils._pytree import tree_leaves
 
 from config import Config
 from model import GPT, GPTConfig
+from recipes import RECIPES as MODELS
 from runtime.console import StepLog
 from runtime.dataloader import Data, TokenDataset
-from runtime.metrics import Metrics
+from runtime.metrics import MetricsFile
 from runtime.ranks import Process
 from runtime.recipe import BatchSchedule
 from runtime.tokenizer import EOT
-from train_gpt2 import RECIPES, Run, make_train_state
+from train_gpt2 import GPT2, Run, make_train_state
 
+RECIPES = MODELS | {"gpt2": GPT2}         # all complete
 TINY = dict(block_size=24, vocab_size=96, n_layer=2, n_head=2, n_embd=16)
 
 
@@ -76,8 +78,8 @@ class Batches:
 
 
 def metrics_of(rows):
-    """The Metrics of rows, which are {column: number, or None where the cell is empty}."""
-    metrics = Metrics()
+    """The metrics of rows, which are {column: number, or None where the cell is empty}."""
+    metrics = MetricsFile(None, None)           # without its file
     for row in rows:
         metrics.add_row()
         for name, value in row.items():
@@ -98,16 +100,9 @@ class Record:
             self.rows.append({"step": step})
         self.rows[-1].update(cells)
 
-    def was_evaluated(self, step):
-        return any(row["step"] == step and ("val" in row or "hella" in row) for row in self.rows)
-
     @property
     def metrics(self):
         return metrics_of(self.rows)
-
-    def is_lowest(self, step):
-        best = self.metrics.lowest()
-        return best is not None and best[1] == step
 
     def draw_losses(self, last=False):
         self.pictures.append(last)
@@ -141,10 +136,11 @@ def make_run(model=None, process=None, **flags):
     text = tokens(1, 24 * 12 + 1).flatten().numpy().astype(np.uint16)
     dataset = TokenDataset([text], 24, vocab_size=96)
     schedule = BatchSchedule(config.total_batch_size, config.max_steps)
+    recipe = RECIPES[config.recipe]
     return Run(
-        asked=config, config=config, process=process, schedule=schedule,
+        asked=config, config=config, recipe=recipe, process=process, schedule=schedule,
         data=Data(dataset, dataset, val_count=11), loader=Batches(), hellaswag_batches=[],
-        state=make_train_state(config, model, process), output=Record(),
+        state=make_train_state(config, recipe, model, process), output=Record(),
         log=StepLog(process, schedule, flops_per_token=1000),
     )
 

@@ -1,8 +1,11 @@
 """bench.py: the ladder's runs, the figures of its tables, and the curves that it compares."""
+import functools
 import re
+import runpy
+import subprocess
 
 import pytest
-from helpers import ROOT, script
+from helpers import ROOT, command, forked
 
 import bench
 from bench import Curve, Timing
@@ -46,10 +49,21 @@ def test_each_rung_of_the_ladder_changes_one_thing():
     assert rungs == [{"attention": "auto"}, {"vocab_size": 50304}]
 
 
-def test_the_ladder_times_real_runs(monkeypatch, capsys):
-    # Forked: a new Python takes ten times as long.
-    monkeypatch.setattr(
-        bench.subprocess, "run", lambda words, **how: script("train_gpt2.py", *words[2:]))
+@pytest.fixture
+def rows_are_forked(monkeypatch):
+    """A new Python takes ten times as long."""
+    def run(words, cwd=None, **how):
+        _, path, *flags = words
+        call = functools.partial(runpy.run_path, path)
+        if path == bench.SCRIPT:
+            call = command("train_gpt2.py", *flags)
+        [result] = forked(call, cwds=[cwd or ROOT])
+        return subprocess.CompletedProcess(words, *result)
+
+    monkeypatch.setattr(bench.subprocess, "run", run)
+
+
+def test_the_ladder_times_real_runs(rows_are_forked, capsys):
     bench.main(["ladder", "--steps=1", "--turns=1", *TINY])
     columns, *rows = cells(capsys.readouterr().out)
     assert len(rows) == 3
@@ -120,7 +134,7 @@ for step in range(max_steps):
 """
 
 
-def test_a_peers_script_gets_our_numbers(tmp_path, monkeypatch, capsys):
+def test_a_peers_script_gets_our_numbers(rows_are_forked, tmp_path, monkeypatch, capsys):
     (tmp_path / "train_gpt2.py").write_text(PEER)
     monkeypatch.setattr(
         bench, "time_run", lambda flags, folder: Timing([0.05], 32, "peak memory 1.0 GB"))

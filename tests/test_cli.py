@@ -1,4 +1,5 @@
 """runtime/cli.py: how a command ends and what it says, on which streams, and how flags are read."""
+import errno
 import os
 import subprocess
 import sys
@@ -74,13 +75,19 @@ def test_what_main_returns_is_the_exit_code(line, code):
     ("raise OSError(errno.ENODEV, 'No such device', 'a.npy')", 1, "the mount"),
     ("raise OSError(errno.ETIMEDOUT, 'timed out', 'a.npy')", 1, "the mount"),
 ])
-def test_what_ends_a_command_is_one_line_and_an_exit_code(line, code, word):
-    result = run_main(line)
+def test_what_ends_a_command_is_one_line_and_an_exit_code(
+        line, code, word, monkeypatch, tmp_path, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["command.py"])
+    with pytest.raises(SystemExit) as ended:
+        run_command(lambda: exec(line, {"errno": errno, "UserError": UserError,
+                                        "RunError": RunError}))
 
-    assert result.returncode == code
-    assert result.stderr.startswith("command.py: ")
-    assert word in result.stderr
-    assert result.stderr.count("\n") == 1
+    assert ended.value.code == code
+    stderr = capfd.readouterr().err
+    assert stderr.startswith("command.py: ")
+    assert word in stderr
+    assert stderr.count("\n") == 1
 
 
 def test_a_bug_keeps_its_traceback():

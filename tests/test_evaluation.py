@@ -129,7 +129,7 @@ class OneOfTwo(Process):
 def test_each_rank_scores_its_own_batches_of_hellaswag_by_the_mean_loss(monkeypatch):
     def count(model, batches, *arguments):
         scored.append(list(batches))
-        return torch.tensor([3, 7, 10])         # right by the sum, right by the mean, all
+        return [3, 7, 10]         # right by the sum, right by the mean, all
 
     monkeypatch.setattr(hellaswag, "evaluate", count)
     scored = []
@@ -365,23 +365,6 @@ def test_a_compiled_run_sees_one_shape_and_has_the_numbers_of_an_eager_one(
     for kind in ("train", "val", "hella"):
         of_eager = logged(evaluated_run, kind)[0]
         assert logged(tmp_path, kind)[0] == pytest.approx(of_eager, abs=1e-4)
-
-
-def test_a_missing_file_of_examples_is_an_error(words, tmp_path):
-    missing = tmp_path / "nowhere.jsonl"
-    refused(lambda: train(*words, "--max_steps", 1, "--hellaswag_data", missing,
-                          "--out", tmp_path / "out"), missing)
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("flags", [[], ["--hellaswag_every", 1]])
-def test_examples_that_cannot_be_fetched_are_a_warning_whatever_was_typed(
-        flags, words, tmp_path, capsys):
-    """The tests are offline."""
-    pytest.importorskip("datasets")
-    train(*words, *QUIET, *flags, "--max_steps", 1, "--out", tmp_path)
-    assert capsys.readouterr().out.count("warning: continuing without HellaSwag") == 1
-    assert list(logged(tmp_path)) == [0]
 
 
 def test_samples_begin_with_the_first_line_of_the_validation_shards(words, tmp_path, capsys):

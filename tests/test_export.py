@@ -269,7 +269,7 @@ class LogitsOnly(torch.nn.Module):
         return self.model(idx)[0]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["gpt2", "frontier"])      # which has all layers of speedrun
 @torch.no_grad()
 def test_torch_export_keeps_the_length_free(recipe, export):
     ours, _, _ = export(recipe)
@@ -363,13 +363,13 @@ def test_logits_are_float32_in_a_bfloat16_model(recipe, export):
 def test_in_bfloat16_late_positions_differ_as_in_float32(tmp_path):
     """bfloat16 has 8 bits: from 256 on it does not tell a position from the next."""
     from transformers import AutoModelForCausalLM
-    model = make_model("frontier", block_size=1024, n_layer=1, n_head=1, n_embd=32)
+    model = make_model("frontier", block_size=600, n_layer=1, n_head=1, n_embd=32)
     model.save_pretrained(tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
-    idx = documents(T=1000)[1:2]
+    idx = documents(T=600)[1:2]
 
-    exact = theirs(idx, logits_to_keep=50).logits
-    rounded = theirs.bfloat16()(idx, logits_to_keep=50).logits
+    exact = theirs(idx, logits_to_keep=20).logits
+    rounded = theirs.bfloat16()(idx, logits_to_keep=20).logits
 
     assert relative_error(rounded, exact) < 0.016
 
@@ -509,8 +509,6 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_gpt2_that_was_rewritten_is_not_exported_as_one(change, tmp_path):
     model = make_model("gpt2")
-    model.save_pretrained(tmp_path / "gpt2")
-
     CHANGES[change](model)
     with pytest.raises(UserError, match="CONTRIBUTING"):
         model.save_pretrained(tmp_path / "changed")
@@ -522,7 +520,6 @@ def test_a_gpt2_that_was_rewritten_is_not_exported_as_one(change, tmp_path):
 def test_a_modern_model_that_is_not_that_of_the_exported_code_is_not_exported(
         recipe, change, tmp_path):
     model = make_model(recipe)
-    model.save_pretrained(tmp_path / "as it was")
     if change == "ReLU squared":
         for block in model.transformer.h:
             block.mlp.forward = lambda x, mlp=block.mlp: mlp.c_proj(F.relu(mlp.c_fc(x)))

@@ -1,16 +1,14 @@
-"""runtime/files.py: atomic writes, damaged files, the checkpoints of a folder and its lock."""
+"""runtime/files.py: atomic writes, damaged files and the checkpoints of a folder."""
 import errno
 import os
 import sys
 
 import pytest
 
-from runtime import files
 from runtime.cli import RunError, UserError
 from runtime.files import (
     checkpoints,
     is_there,
-    lock_folder,
     read_text,
     reading,
     remove_leftovers,
@@ -225,72 +223,3 @@ def test_a_failed_run_says_with_what_the_same_command_goes_on(tmp_path):
         (tmp_path / f"checkpoint_{step:06d}.pt").touch()
 
     assert "checkpoint_000012.pt" in what_resumes(tmp_path)
-
-
-# ----------------------------------------------------------------------- the lock
-
-@pytest.fixture
-def flock(monkeypatch):
-    """A list of errors. flock raises them, one at each call, before it works."""
-    fcntl = pytest.importorskip("fcntl")
-    real_flock = fcntl.flock
-    errors = []
-
-    def flock(file, how):
-        if errors:
-            raise errors.pop(0)
-        real_flock(file, how)
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    return errors
-
-
-def test_a_folder_has_one_run_at_a_time_and_the_next_one_says_that_it_waits(
-        tmp_path, monkeypatch, capsys):
-    pytest.importorskip("fcntl")
-    monkeypatch.setattr(files, "LOCK_PATIENCE", 0.3)
-    monkeypatch.setattr(files, "TOLD_AFTER", 0.0)
-    out = tmp_path / "a" / "log"
-
-    first = lock_folder(out)
-    with pytest.raises(UserError, match=f"{out}.*another --out"):
-        lock_folder(out)
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
-    assert str(out) in told
-    first.close()
-
-    lock_folder(out).close()
-
-
-def test_a_lock_that_a_killed_process_still_holds_is_waited_for(flock, tmp_path, monkeypatch):
-    waited = []
-    monkeypatch.setattr(files.time, "sleep", waited.append)
-    busy = BlockingIOError(errno.EWOULDBLOCK, "busy")
-    flock.extend([busy, busy])
-    lock_folder(tmp_path).close()
-
-    assert len(waited) == 2
-
-
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK])
-def test_a_file_system_without_locks_will_do(number, flock, tmp_path):
-    flock.append(OSError(number, os.strerror(number)))
-    lock_folder(tmp_path / "log").close()
-
-    assert (tmp_path / "log").is_dir()
-    assert not flock
-
-
-def test_a_system_without_locks_will_do(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "fcntl", None)         # as on Windows
-    lock_folder(tmp_path / "log").close()
-    assert (tmp_path / "log").is_dir()
-
-
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOTCONN, errno.ESTALE])
-def test_a_lock_that_fails_for_the_disk_is_the_systems_error(number, flock, tmp_path):
-    flock.append(OSError(number, os.strerror(number)))
-    with pytest.raises(OSError) as raised:
-        lock_folder(tmp_path)
-    assert raised.value.filename == str(tmp_path / files.RUN_LOCK)

@@ -15,15 +15,11 @@ from hypothesis import strategies as st
 from texts import DOCUMENTS, encode_short_chunks, tokens_of, write_documents
 
 import fineweb
-import frontier
 import runtime.text
-from config import Config
-from presets import PRESETS, next_command
 from runtime.cli import UserError
-from runtime.recipe import make_batch_schedule
 from runtime.shards import list_shards, read_shard, unfinished, write_shard
 
-FAST = settings(max_examples=40, deadline=None, derandomize=True, database=None,
+FAST = settings(max_examples=20, deadline=None, derandomize=True, database=None,
                 suppress_health_check=list(HealthCheck))
 
 
@@ -80,8 +76,8 @@ def manifest(out):
 
 # ------------------------------------------------------------------------- what the shards hold
 
-@pytest.mark.parametrize("shard_size", [97, 1000, 10**8])
-@pytest.mark.parametrize("file_format", ["npy", "bin"])
+@pytest.mark.parametrize("shard_size, file_format", [
+    (97, "npy"), (1000, "bin"), (10**8, "npy")])
 def test_shards_are_the_text_in_its_order_and_its_first_tenth_is_for_validation(
         shard_size, file_format, gpt2, text):
     prepare("--input", text, "--out", "out", "--shard_size", shard_size, "--format", file_format,
@@ -440,9 +436,11 @@ def test_wherever_it_is_killed_the_same_command_ends_with_the_same_bytes(case, t
 
     # A call writes the manifest, as long as that lists no shard, and then in turn a shard and the
     # manifest that lists it.
-    first_shard = ("1 half", "1 after", "2 after", "2 half", "3 half", "3 after")
-    second_shard = ("1 half", "1 after", "2 half", "2 after")
-    for moment in first_shard + second_shard:
+    moments = ("3 half", "3 after", "1 after", "2 after")
+    if case == CASES[0]:
+        moments = ("1 half", "1 after", "2 after", "2 half", "3 half", "3 after",
+                   "1 half", "1 after", "2 half", "2 after")
+    for moment in moments:
         killed = run(*flags, "--out", "out", before=dying(moment))
         assert killed.returncode == -9
     assert len(manifest("out")["shards"]) == 2
@@ -494,7 +492,7 @@ def test_the_progress_of_a_continued_run_counts_all_tokens(text, monkeypatch):
 
 
 def test_a_second_call_in_a_folder_is_refused_while_the_first_is_at_work(text, monkeypatch):
-    monkeypatch.setattr("runtime.files.LOCK_PATIENCE", 0.1)
+    monkeypatch.setattr("runtime.lock.LOCK_PATIENCE", 0.1)
     write_documents("b.jsonl", DOCUMENTS[:90])
     write = fineweb.Shards.write
     refused = []
@@ -630,72 +628,6 @@ def test_the_last_line_is_a_command_that_runs_as_printed(folder, capsys):
     small = "--n_layer 1 --n_head 1 --n_embd 16 --max_steps 1 --checkpoint_every 0 --device cpu"
     done = script(*command, *small.split())
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("preset, count", [
-    ("shakespeare", 32_767_999), ("small", 32_768_000), ("small", 10**9 - 1), ("gpt2", 10**9)])
-def test_the_last_line_names_the_preset_for_so_many_training_tokens(preset, count):
-    line = next_command(Path("d"), [10**5], [count - 1, 1])
-    assert f"--preset {preset} " in line
-
-
-# The batch of --preset shakespeare doubles after 204 steps, so that no run reads 313,344 to 419,840
-# tokens: of those the nearer number is taken.
-@pytest.mark.parametrize("count, expected, tolerance", [
-    (120_000, 2, 0.02), (183_000, 2, 0.3), (184_000, 2, 0.3), (306_054, 2, 0.02), (10**6, 2, 0.02),
-    (2 * 10**6, 1, 0.02)])
-def test_the_last_line_has_the_steps_of_two_epochs_of_a_small_text_and_one_of_a_large(
-        count, expected, tolerance):
-    words = next_command(Path("d"), [10**5], [count]).split()
-    max_steps = int(words[words.index("--max_steps") + 1])
-    config = Config(**PRESETS["shakespeare"].flags | {"max_steps": max_steps})
-    config.sequence_length = config.block_size
-    schedule = make_batch_schedule(frontier.RECIPE, config, world_size=1)
-    epochs = schedule.tokens_before(config.max_steps) / count
-    assert epochs == pytest.approx(expected, abs=tolerance)
-
-
-@pytest.mark.parametrize("count", [306_054, 600_000, 10**6, 10**7])
-def test_a_run_of_the_last_line_validates_at_most_ten_times_where_it_has_a_checkpoint(count):
-    words = next_command(Path("d"), [10**5], [count]).split()
-    flags = dict(zip(words, words[1:], strict=False))
-    preset = PRESETS["shakespeare"].flags
-    val_every = int(flags.get("--val_every", preset["val_every"]))
-
-    assert 1 < int(flags["--max_steps"]) / val_every <= 10
-    assert val_every == preset["val_every"] or val_every % preset["checkpoint_every"] == 0
-
-
-@pytest.mark.parametrize("count, off", [(306_054, False), (10**6, True), (10**7, True)])
-def test_the_last_line_turns_weight_decay_off_in_long_runs(count, off):
-    words = next_command(Path("d"), [10**5], [count]).split()
-    assert ("--weight_decay" in words) == off
-
-
-def test_small_reads_its_text_once_at_most():
-    flags = PRESETS["small"].flags
-    assert flags["total_batch_size"] * flags["max_steps"] <= 32_768_000
-
-
-@pytest.mark.parametrize("preset, count", [
-    ("shakespeare", 10**6), ("small", 10**8), ("gpt2", 10**9)])
-def test_a_sequence_and_its_last_target_fit_into_a_shard(preset, count):
-    T = PRESETS[preset].flags.get("block_size", Config.block_size)
-    assert "--block_size" not in next_command(Path("d"), [T + 1], [count])
-    assert next_command(Path("d"), [T], [count]).endswith(f"--block_size {T // 2}")
-
-
-def test_a_sequence_of_the_last_line_fits_into_small_shards_of_both_splits():
-    words = next_command(Path("d"), [10**5], [300] * 1000).split()
-    assert words[-2:] == ["--block_size", "256"]
-    words = next_command(Path("d"), [300] * 100, [10**6]).split()
-    assert words[-2:] == ["--block_size", "256"]
-
-
-def test_a_short_last_shard_does_not_shorten_the_sequences():
-    T = PRESETS["shakespeare"].flags["block_size"]
-    line = next_command(Path("d"), [T + 1, 3], [10**6, 3])
-    assert "--block_size" not in line
 
 
 # ------------------------------------------------------------------------- the hub

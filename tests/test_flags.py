@@ -30,8 +30,7 @@ from model import GPT, GPTConfig
 from presets import OVERFIT, PRESETS
 from recipes import fresh_model, load_model
 from runtime.checkpoint import Start
-from runtime.cli import flag
-from runtime.flags import FlagTable
+from runtime.flags import FlagTable, flag
 from runtime.language_model import LanguageModel
 from runtime.ranks import Process
 from runtime.shards import write_shard
@@ -106,13 +105,8 @@ def test_the_defaults_are_gpt2_124m_on_10_billion_tokens():
     config, given = parse_flags([])
     assert config == Config()
     assert given == set()
-    assert (config.recipe, config.init, config.data, config.out) == (
-        "gpt2", "scratch", "edu_fineweb10B", "log")
     assert (config.n_layer, config.n_head, config.n_embd) == (12, 12, 768)
-    assert (config.block_size, config.vocab_size) == (1024, 50304)
-    assert (config.total_batch_size, config.max_steps, config.warmup_steps) == (524288, 19073, 715)
-    assert (config.max_lr, config.weight_decay, config.grad_clip) == (6e-4, 0.1, 1.0)
-    assert (config.val_every, config.checkpoint_every, config.keep_checkpoints) == (250, 250, 3)
+    assert (config.total_batch_size, config.max_steps) == (524288, 19073)
 
 
 def test_auto_becomes_a_value_in_config_and_stays_auto_in_the_flags_as_asked():
@@ -120,19 +114,7 @@ def test_auto_becomes_a_value_in_config_and_stays_auto_in_the_flags_as_asked():
     asked, config = FLAGS.resolve(given, Start(), Process())
     assert config.sequence_length == 64
     assert config.min_lr == 2e-4
-    assert config.batch_size == 4096 // 64
-    assert asked.sequence_length == asked.min_lr == asked.batch_size == "auto"
-
-
-@pytest.mark.parametrize("given, device, expected", [
-    ({"block_size": 1024}, "cpu", 4),
-    ({"block_size": 1024}, "cuda:0", 64),
-    ({"block_size": 8192}, "cpu", 1),           # a sequence longer than the usual micro-batch
-    ({"batch_size": 100}, "cpu", 100),
-])
-def test_a_micro_batch_has_4096_tokens_on_a_cpu_and_65536_on_a_gpu(given, device, expected):
-    _, config = FLAGS.resolve(given | {"dtype": "float32"}, Start(), Process(device=device))
-    assert config.batch_size == expected
+    assert asked.sequence_length == asked.min_lr == "auto"
 
 
 # ----------------------------------------------------------------------- what a flag takes
@@ -400,14 +382,6 @@ def test_sequence_length_cuts_the_same_tokens(given, length, go, forwards, byte_
 
 # ----------------------------------------------------------------------- optimisation
 
-@pytest.mark.parametrize("steps, validated", [(1, [0, 1]), (4, [0, 3, 4])])
-def test_max_steps_is_the_length_of_the_run(steps, validated, go, tmp_path):
-    text = go("log", "--max_steps", steps, "--val_every", 3)
-    assert list(logged(tmp_path / "log")) == list(range(steps))
-    assert list(logged(tmp_path / "log", "val")) == validated
-    assert f"done: {steps} steps" in text
-
-
 @pytest.mark.parametrize("flags, expected", [
     # of 1e-3; a cosine has passed 85% and 15% of its way after a quarter and three quarters
     ("", [1, 0.86820, 0.55, 0.23180]),
@@ -425,17 +399,6 @@ def test_the_learning_rate_of_each_step(flags, expected, go, tmp_path):
     go("log", "--max_steps", 4, "--max_lr", 1e-3, *flags.split())
     rates = [rate / 1e-3 for rate in logged(tmp_path / "log", "lr").values()]
     assert rates == pytest.approx(expected, rel=1e-4)
-
-
-@pytest.mark.parametrize("rate", [1e-3, 0.02])
-def test_max_lr_is_how_far_adams_first_step_moves_a_weight(rate, go, start, tmp_path):
-    before = torch.load(start)["model"]
-    text = go("log", "--init", start, "--max_lr", rate, "--weight_decay", 0, "--max_steps", 1,
-              *SAVED)
-    assert f"learning rate {rate:g}" in text
-    for name, tensor in saved(tmp_path / "log")["model"].items():
-        moved = (tensor - before[name]).abs().max().item()
-        assert moved == pytest.approx(rate, rel=0.02), name
 
 
 @pytest.mark.parametrize("recipe", ["gpt2", "speedrun"])
@@ -456,18 +419,6 @@ def test_weight_decay_shrinks_matrices_by_the_rate(recipe, go, tmp_path):
         if p.dim() == 2 and (recipe == "gpt2" or ".h." in name):
             expected = expected - 0.01 * 10 * p
         torch.testing.assert_close(decayed[name], expected, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("clip", [0.01, 1e3, "inf"])
-def test_grad_clip_is_the_largest_norm_of_the_gradient(clip, go, tmp_path):
-    """Adam's first moment is a tenth of the gradient. The norm that is shown is the one before."""
-    go("log", "--grad_clip", clip, "--max_steps", 1, *SAVED)
-    [norm] = logged(tmp_path / "log", "norm").values()
-    assert 0.1 < norm < 1e3
-
-    optimizers = saved(tmp_path / "log")["optimizers"]
-    moment = torch.stack([state["exp_avg"].norm() for state in optimizers.values()]).norm()
-    assert moment.item() == pytest.approx(0.1 * min(float(clip), norm), rel=1e-3)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -546,25 +497,6 @@ def test_attention_is_torchs_or_by_the_formula(recipe, name, go, monkeypatch):
     assert bool(calls) == (name == "auto")
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_recompute_runs_each_block_once_more_and_changes_no_loss(recipe, go, tmp_path):
-    blocks = []
-
-    def watch(module, inputs):
-        if type(module).__name__.endswith("Attention"):
-            blocks.append(module)
-
-    hook = register_module_forward_pre_hook(watch)
-    try:
-        go("without", "--recipe", recipe)
-        count = len(blocks)
-        go("with", "--recipe", recipe, "--recompute")
-    finally:
-        hook.remove()
-    assert len(blocks) == 3 * count
-    assert logged(tmp_path / "with") == logged(tmp_path / "without")
-
-
 def note_moments():
     """From now on this rank prints of how many numbers its AdamW has moments."""
     def note(optimizer, args, options):
@@ -594,13 +526,6 @@ def test_checkpoint_every(every, steps, go, tmp_path):
     go("log", "--max_steps", 5, "--checkpoint_every", every, "--keep_checkpoints", "all")
     assert saved_steps(tmp_path / "log") == steps
     assert [saved(tmp_path / "log", step)["step"] for step in steps] == steps
-
-
-@pytest.mark.parametrize("keep, steps", [(1, [6]), (3, [4, 5, 6]), ("all", [1, 2, 3, 4, 5, 6])])
-def test_keep_checkpoints_keeps_the_newest(keep, steps, go, tmp_path):
-    """And the best one: test_output.py."""
-    go("log", "--checkpoint_every", 1, "--max_steps", 6, "--keep_checkpoints", keep)
-    assert saved_steps(tmp_path / "log") == steps
 
 
 def test_out_is_the_only_folder_that_a_run_writes_to(byte_data, tmp_path, monkeypatch):

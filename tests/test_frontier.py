@@ -10,10 +10,8 @@ from helpers import logged, run, train
 from peers import make_model, make_run, tokens
 
 import frontier
-import speedrun
 from frontier import FrontierGPT, automatic, bigram_hash, muon_momentum, parts_of_tokens
 from recipes import RECIPES
-from runtime.cli import UserError
 from runtime.loss import VocabularySample
 from runtime.recipe import make_batch_schedule
 from runtime.shards import write_shard
@@ -22,24 +20,7 @@ from speedrun import trapezoid
 
 # ----------------------------------------------------------------------- the model
 
-def test_gpt2s_size_has_182_million_parameters():
-    with torch.device("meta"):
-        model = FrontierGPT(FrontierGPT.Config())
-    blocks = 12 * 12 * 768**2 + 12 * 3
-    rows = 2 * 50304 + 23579 + 91               # tokens, bigrams, stems, forms
-    pointer = 3 * 768**2 + 768 + 2
-    assert sum(p.numel() for p in model.parameters()) == rows * 768 + blocks + pointer
-    assert model.lm_head.weight is model.transformer.wte.weight
-
-
-def test_rows_that_are_looked_up_are_no_flops():
-    with torch.device("meta"):
-        model = FrontierGPT(FrontierGPT.Config())
-    in_products = 50304 * 768 + 12 * 12 * 768**2 + 12 * 3 + 3 * 768**2 + 768 + 2
-    assert model.flops_per_token(1024) == 6 * in_products + 12 * 12 * 768 * 1024
-
-
-@pytest.mark.parametrize("n_embd", [64, 512])
+@pytest.mark.parametrize("n_embd", [32, 192])
 def test_a_new_model_begins_near_the_loss_of_knowing_nothing(n_embd):
     """Logits of variance 6.25 / n_embd raise it by half of that."""
     torch.manual_seed(0)
@@ -260,21 +241,6 @@ def test_each_size_has_a_third_of_the_runs_tokens_or_two(batch, T, steps):
         assert thirds == pytest.approx(round(thirds), abs=2 * batch / third)
 
 
-@pytest.mark.parametrize("recipe", [frontier.RECIPE, speedrun.RECIPE])
-def test_the_schedule_does_not_depend_on_the_number_of_processes(recipe):
-    config = run_of(16384, 1024, 64)            # 16 sequences; frontier begins with 4
-    alone = make_batch_schedule(recipe, config, 1)
-    for processes in (2, 4):
-        shared = make_batch_schedule(recipe, config, processes)
-        assert shared.stages == alone.stages
-
-
-@pytest.mark.parametrize("batch, processes, nearest", [(252, 3, "240 or 255"), (10, 4, "20")])
-def test_a_batch_that_the_processes_cannot_share_is_refused(batch, processes, nearest):
-    with pytest.raises(UserError, match=f"--total_batch_size {batch} .* {nearest}"):
-        make_batch_schedule(speedrun.RECIPE, run_of(batch, 5, 9), processes)
-
-
 # ----------------------------------------------------------------------- schedules
 
 @pytest.mark.parametrize("steps, highest", [
@@ -322,9 +288,9 @@ def flags(tmp_path_factory):
     write_shard(folder / "text_train_000000.npy", squares)
     return [
         "--recipe", "frontier", "--data", folder, "--dtype", "float32",
-        "--n_layer", 2, "--n_head", 2, "--n_embd", 32, "--block_size", 16, "--vocab_size", 50304,
-        "--total_batch_size", 256, "--max_steps", 16, "--val_every", 16, "--val_tokens", 112,
-        "--sample_every", 0, "--hellaswag_every", 0, "--checkpoint_every", 16,
+        "--n_layer", 2, "--n_head", 2, "--n_embd", 16, "--block_size", 16, "--vocab_size", 50304,
+        "--total_batch_size", 256, "--max_steps", 8, "--val_every", 8, "--val_tokens", 112,
+        "--sample_every", 0, "--hellaswag_every", 0, "--checkpoint_every", 8,
     ]
 
 
@@ -337,14 +303,14 @@ def alone(flags, tmp_path_factory):
 
 def test_processes_and_micro_batches_change_only_rounding(flags, alone, tmp_path):
     out = tmp_path / "log"
-    run(*flags, "--batch_size", 1, "--shard_optimizer", "--out", out, processes=2)
+    run(*flags, "--batch_size", 2, "--shard_optimizer", "--out", out, processes=2)
 
     expected, found = logged(alone), logged(out)
     for step in range(8):           # Muon lifts the rounding some 500 times a step
         assert found[step] == pytest.approx(expected[step], abs=2e-4)
     val = logged(alone, "val")
-    assert logged(out, "val")[16] == pytest.approx(val[16], abs=0.02)
-    assert val[16] < val[0] - 1
+    assert logged(out, "val")[8] == pytest.approx(val[8], abs=0.02)
+    assert val[8] < val[0] - 1
 
 
 @pytest.mark.parametrize("max_steps, backward", [(11, False), (24, True)])

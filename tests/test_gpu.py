@@ -15,14 +15,12 @@ import pytest
 import torch
 import torch._dynamo
 from helpers import ROOT, logged, run, train
-from peers import make_model, tokens
+from peers import RECIPES, GpuProcess, make_model, make_run, tokens
 from torch._dynamo.utils import counters
 
 import train_gpt2
 from model import attention
-from recipes import RECIPES
 from runtime.files import checkpoints
-from runtime.hardware import compile_model
 from runtime.shards import write_shard
 from runtime.tokenizer import encode
 
@@ -190,7 +188,8 @@ def test_the_gradient_of_each_parameter_is_that_of_eager_mode(device, recipe, dt
         vocab_size=50304).to(device)
 
     eager = gradients(model, model, dtype)
-    compiled = gradients(model, compile_model(model), dtype)
+    run = make_run(model, GpuProcess(device="cuda:0"), recipe=recipe, dtype=dtype, compile=True)
+    compiled = gradients(model, run.state.compiled_model, dtype)
 
     assert count_graphs() == 1
     tolerance = {"float32": 1e-4, "bfloat16": 0.05}

@@ -6,9 +6,10 @@ import torch.nn.functional as F
 from runtime.layers import linear
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
-@pytest.mark.parametrize("n_out", [1, 3, 64, 127])      # also fewer than threads, and a prime
-@pytest.mark.parametrize("shape", [(1, 1, 48), (4, 48), (33, 48)])
+@pytest.mark.parametrize("shape, n_out, threads", [
+    ((1, 1, 48), 64, 1), ((4, 1, 48), 64, 2), ((4, 48), 127, 5),    # a prime
+    ((32, 48), 3, 5),                                               # fewer than threads
+    ((2, 16, 48), 64, 5), ((3, 40, 48), 64, 2)])                    # prompts: few rows, and many
 @torch.no_grad()
 def test_linear_is_torchs_linear_layer(shape, n_out, threads, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)

@@ -24,6 +24,8 @@ from helpers import (
     logged,
     newest,
     on_ranks,
+    run,
+    same_end,
     site,
     striking,
 )
@@ -78,9 +80,9 @@ def test_ranks_of_a_new_start_find_each_other_and_not_the_addresses_of_the_dead(
 
 def test_a_rank_that_died_while_it_waited_does_not_confuse_the_next_start(start):
     with pytest.raises(dist.DistStoreError):
-        start(1, 2, seconds=1)              # rank 0 does not come
+        start(1, 2, seconds=0.3)            # rank 0 does not come
     with pytest.raises(RunError, match="process 1"):
-        start(0, seconds=1)                 # the others do not
+        start(0, seconds=0.3)               # the others do not
 
     stores = start(0, 1, 2)
     stores[2].set("address", "of rank 2")
@@ -95,39 +97,47 @@ def wait_for_torchrun():
 def test_machines_that_count_their_restarts_otherwise_find_each_other(byte_data, tmp_path):
     """A rank of one machine dies while that of the other one is busy.
 
-    The torchrun of the first counts a restart, and the other one, which only follows, does not.
+    The torchrun of the first counts a restart, and the other one, which only follows, does not. The
+    run began with --resume PATH, and after the kill goes on with its own newest checkpoint.
     """
+    flags = ["--data", byte_data, *BYTES, "--max_steps", 4, "--val_every", 2,
+             "--checkpoint_every", 2]
+    run(*flags, "--max_steps", 1, "--out", tmp_path / "before")
+    path = tmp_path / "before/checkpoint_000001.pt"
+    flags += ["--resume", path]
+    run(*flags, "--out", tmp_path / "whole", processes=2)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
     env = site(tmp_path / "site", "\n".join([
-        "import helpers, test_network",
+        "import helpers, test_machines",
         "helpers.draw_no_pictures()",
         "helpers.strike('validation', 'SIGKILL', rank=1, nth=2)",
-        "helpers.strike('validation', rank=0, nth=2, call=test_network.wait_for_torchrun)"]))
-    flags = ["--data", byte_data, *BYTES, "--max_steps", 2, "--val_every", 2,
-             "--checkpoint_every", 2, "--out", tmp_path / "log"]
+        "helpers.strike('validation', rank=0, nth=2, call=test_machines.wait_for_torchrun)"]))
     words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--max_restarts", "2",
              "--rdzv_backend", "c10d", "--rdzv_endpoint", endpoint, "--rdzv_id", "test",
-             ROOT / "train_gpt2.py", *flags]
+             ROOT / "train_gpt2.py", *flags, "--out", tmp_path / "log"]
 
     with ThreadPoolExecutor() as executor:
-        machines = []
+        starts = []
         for _ in range(2):
-            machines.append(executor.submit(
+            starts.append(executor.submit(
                 subprocess.run, list(map(str, words)), env=env, capture_output=True, text=True,
                 timeout=2 * HANG))              # six times a Python imports torch
-        results = [machine.result() for machine in machines]
+        results = [start.result() for start in starts]
 
     assert [result.returncode for result in results] == [0, 0], results
+    assert "torchrun" not in results[0].stderr + results[1].stderr, "its variables are missed"
     text = results[0].stdout + results[1].stdout
-    assert re.findall(r"at step (\d+) of 2", text) == ["2"]
-    assert "done: 2 steps" in text
+    began = re.findall(r"resuming from (\S+) at step", text)
+    assert began == [str(path), str(tmp_path / "log/checkpoint_000004.pt")]
+    assert "done: 4 steps" in text
+    same_end(tmp_path / "log", tmp_path / "whole", step=4)
 
 
 # ----------------------------------------------------------------------- machines that are gone
 
-class Machines:
+class Network:
     """Three machines a, b and c on a bridge, as network namespaces."""
 
     def __init__(self):
@@ -158,16 +168,16 @@ class Machines:
 
 
 @pytest.fixture
-def machines():
-    machines = Machines()
+def network():
+    network = Network()
     try:
-        machines.set_up()
+        network.set_up()
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"cannot make network namespaces here: {error}")
     else:
-        yield machines
+        yield network
     finally:
-        machines.remove()
+        network.remove()
 
 
 def move_to_machine():
@@ -180,8 +190,9 @@ def move_to_machine():
 
 
 def lose_patience_soon():
-    """For `before`: a machine counts as gone after three seconds."""
-    machines.SILENCE = 3
+    """For `before`: a machine counts as gone after a second, and is asked for half of one."""
+    machines.SILENCE = 1
+    machines.ANSWER = 0.5
 
 
 def lose_power():
@@ -190,12 +201,12 @@ def lose_power():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def on_machines(machines, call, before):
+def on_machines(network, call, before):
     """`forked`, of a rank on each machine. Rank 0, on machine a, has the store."""
     envs = []
     for rank, name in enumerate("abc"):
         envs.append({
-            **ENV, "TORCHELASTIC_RUN_ID": "test", "MACHINE": f"{machines.prefix}-{name}",
+            **ENV, "TORCHELASTIC_RUN_ID": "test", "MACHINE": f"{network.prefix}-{name}",
             "MASTER_ADDR": "10.99.0.1", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0",
             "WORLD_SIZE": "3", "RANK": str(rank), "LOCAL_RANK": "0",
         })
@@ -204,28 +215,28 @@ def on_machines(machines, call, before):
 
 @pytest.mark.parametrize("what", ["step 5", "validation"])
 def test_when_a_machine_loses_its_power_the_others_end_and_say_which(
-        what, machines, byte_data, tmp_path):
+        what, network, byte_data, tmp_path):
     call = command("train_gpt2.py", "--data", byte_data, *RUN, "--val_every", 5, "--out", tmp_path)
     strike = striking(what, rank=2, nth=2 if what == "validation" else 1, call=lose_power)
 
-    results = on_machines(machines, call, [lose_patience_soon, *strike])
+    results = on_machines(network, call, [lose_patience_soon, *strike])
 
     assert [code for code, _, _ in results] == [1, 1, -signal.SIGKILL], results
     for _, _, stderr in results[:2]:
         # Before its line torch warns that these machines have addresses without names.
         [line] = [line for line in stderr.splitlines() if "socket.cpp" not in line]
-        assert f"no answer from machine {machines.prefix}-c:" in line
-        assert f"{machines.prefix}-b" not in line
+        assert f"no answer from machine {network.prefix}-c:" in line
+        assert f"{network.prefix}-b" not in line
         assert f"checkpoint_{newest(tmp_path):06d}.pt" in line
     assert len(logged(tmp_path)) == 5
 
 
-def test_an_error_of_another_kind_is_not_blamed_on_a_machine(machines, byte_data, tmp_path):
+def test_an_error_of_another_kind_is_not_blamed_on_a_machine(network, byte_data, tmp_path):
     """A process that dies leaves its machine behind, which answers that nothing listens there."""
     call = command("train_gpt2.py", "--data", byte_data, *RUN, "--out", tmp_path)
     strike = striking("step 5", "SIGKILL", rank=2)
 
-    results = on_machines(machines, call, [lose_patience_soon, *strike])
+    results = on_machines(network, call, [lose_patience_soon, *strike])
 
     assert [code for code, _, _ in results] == [1, 1, -signal.SIGKILL], results
     for _, _, stderr in results[:2]:

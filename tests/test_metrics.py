@@ -115,7 +115,7 @@ def test_what_the_system_says_of_a_file_stays(path):
 
 def test_a_step_takes_about_100_bytes_of_memory(tmp_path):
     """With what the console remembers of it."""
-    output = Output(Config(out=str(tmp_path)), Process(), lambda step: 256 * step)
+    output = Output(Config(out=str(tmp_path)), Process(), BatchSchedule(256, 10_000))
     log = StepLog(Process(1, 1, 2), BatchSchedule(256, 10_000), 1000)
     cells = {"train": 4.0, "norm": 1.0, "lr": 1e-3, "tokens_per_second": 1e6}
     output.open(Start())

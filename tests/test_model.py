@@ -36,16 +36,6 @@ def test_parameter_counts_are_those_of_the_published_sizes(name, count):
     assert sum(p.numel() for p in model.parameters()) == count
 
 
-def test_heads_of_the_published_sizes_have_64_numbers():
-    """The number of parameters does not tell how many heads they are divided into."""
-    for name, size in GPT2_SIZES.items():
-        assert size["n_embd"] / size["n_head"] == 64, name
-
-
-def test_the_default_config_is_gpt2s():
-    assert GPTConfig() == GPTConfig(1024, 50257, 12, 12, 768, "tanh")
-
-
 def test_state_dict_names_are_nanogpts():
     expected = ["transformer.wte.weight", "transformer.wpe.weight"]
     for layer in range(2):
@@ -141,17 +131,6 @@ def test_logits_loss_and_gradients_equal_a_plain_reference_in_float64(kernel, ge
         assert (p.grad - expected).abs().max() < 1e-5 * largest, name
 
 
-def test_forward_returns_logits_without_targets_and_the_loss_with_them():
-    model = make_model()
-    logits, loss = model(tokens(3, 24))
-    assert logits.shape == (3, 24, 96)
-    assert loss is None
-
-    logits, loss = model(tokens(3, 24), tokens(3, 24))
-    assert logits is None
-    assert loss.shape == ()
-
-
 def test_a_sequence_longer_than_block_size_is_refused():
     with pytest.raises(ValueError, match="longer than block_size 24"):
         make_model()(tokens(1, 25))
@@ -231,8 +210,8 @@ def eager_and_in_one_graph(recipe, dtype):
 
 
 @pytest.mark.parametrize("recipe, dtype, tolerance", [
-    ("gpt2", torch.float32, 2e-5), ("gpt2", torch.bfloat16, 0.05),
-    ("speedrun", torch.float32, 2e-5), ("frontier", torch.float32, 2e-5),
+    ("gpt2", torch.float32, 2e-5),
+    ("frontier", torch.float32, 2e-5),          # which has all layers of speedrun
 ])
 def test_compiled_in_one_graph_loss_and_gradients_equal_eager(recipe, dtype, tolerance):
     in_eager, in_one_graph = eager_and_in_one_graph(recipe, dtype)
@@ -302,7 +281,7 @@ def inputs_of_graphs(model):
 
 
 @pytest.mark.parametrize("recipe, width, n_layer", [
-    ("gpt2", 1600, 3), ("frontier", 768, 5),
+    ("gpt2", 1600, 2), ("frontier", 768, 5),
 ])
 def test_several_gpus_divide_a_compiled_model_where_little_is_stored(
     recipe, width, n_layer, one_rank

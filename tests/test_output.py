@@ -29,13 +29,14 @@ import runtime.output
 import train_gpt2
 from config import Config
 from recipes import load_model
-from runtime import files
+from runtime import lock
 from runtime.checkpoint import Start
 from runtime.cli import RunError, UserError
-from runtime.files import lock_folder
+from runtime.lock import lock_folder
 from runtime.metrics import HEADER, read_metrics
 from runtime.output import Output
 from runtime.ranks import Process
+from runtime.recipe import BatchSchedule
 
 SHORT = [*BYTES, "--max_steps", 4, "--val_every", 0, "--device", "cpu", "--batch_size", 8,
          "--checkpoint_every", 2, "--keep_checkpoints", "all"]
@@ -59,7 +60,7 @@ def a_copy(a_run, tmp_path):
 def open_output(out, step=0, device="cpu", **flags):
     """The Output of a run with these flags, which begins at a step."""
     config = Config(out=str(out), **flags)
-    output = Output(config, Process(device=device), lambda step: 256 * step)
+    output = Output(config, Process(device=device), BatchSchedule(256, 100))
     output.open(Start(step=step))
     return output
 
@@ -83,7 +84,7 @@ def test_a_dry_run_writes_nothing_into_a_runs_folder(byte_data, a_copy):
 
 def test_a_rank_other_than_0_does_not_even_make_the_folder(tmp_path):
     config = Config(out=str(tmp_path / "log"))
-    output = Output(config, Process(1, 1, 2), lambda step: step)
+    output = Output(config, Process(1, 1, 2), BatchSchedule(1, 100))
     output.open(Start())
     with output:
         output.add(0, train=1.0)
@@ -141,7 +142,7 @@ def test_files_that_are_set_aside_get_a_number_that_is_free_for_all_of_them(byte
 # ----------------------------------------------------------------------- the lock
 
 def test_a_run_is_not_disturbed_by_one_that_starts_in_its_folder(byte_data, tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "LOCK_PATIENCE", 0.1)
+    monkeypatch.setattr(lock, "LOCK_PATIENCE", 0.1)
     flags = ["--data", byte_data, *SHORT, "--out", tmp_path]
     train_step = train_gpt2.train_step
     lines = []
@@ -218,13 +219,6 @@ def test_a_resume_keeps_the_rows_before_its_step_and_the_seconds_go_on(byte_data
         assert b["seconds"] == pytest.approx(a["seconds"] + took, abs=2e-3)
 
 
-def test_a_line_that_a_crash_has_cut_off_is_passed_over(byte_data, a_copy):
-    with open(a_copy / "metrics.csv", "a") as file:
-        file.write("4,1024,0.0")
-    train("--data", byte_data, *SHORT, "--out", a_copy, "--max_steps", 5)
-    assert list(logged(a_copy)) == [0, 1, 2, 3, 4]
-
-
 def test_a_metrics_csv_of_another_kind_is_refused_and_stays(byte_data, a_copy):
     (a_copy / "metrics.csv").write_text("a note\nof mine\n")
     before = contents(a_copy)
@@ -248,7 +242,7 @@ def test_an_evaluation_is_in_the_file_with_its_steps_training_or_before_the_next
         output.add(0, train=5.0, norm=1.0, lr=1e-3, tokens_per_second=1.0)
         assert logged(tmp_path, "val") == {0: 5.5}
         output.add(1, val=4.5)
-        output.save(content_of(1, *model_state))
+        output.save(1, content_of(1, *model_state))
         assert logged(tmp_path, "val") == {0: 5.5, 1: 4.5}
 
 
@@ -273,7 +267,7 @@ def test_a_row_that_was_written_before_a_checkpoint_of_its_step_is_completed(
     with open_output(tmp_path) as output:
         output.add(0, train=5.0, norm=1.0, lr=1e-3, tokens_per_second=256.0)
         output.add(1, val=4.5, val_tokens=640)
-        output.save(content_of(1, *model_state))
+        output.save(1, content_of(1, *model_state))
         output.add(1, train=4.0, norm=1.0, lr=1e-3, tokens_per_second=256.0)
         output.add(2, train=3.0, norm=1.0, lr=1e-3, tokens_per_second=256.0)
     assert (tmp_path / "metrics.csv").read_text().splitlines()[1:] == [
@@ -294,7 +288,7 @@ def test_metrics_csv_is_closed_from_a_checkpoint_to_the_next_row(tmp_path, model
     with open_output(tmp_path) as output:
         output.add(0, train=5.0, norm=1.0, lr=1e-3, tokens_per_second=256.0)
         assert is_open()
-        output.save(content_of(1, *model_state))
+        output.save(1, content_of(1, *model_state))
         assert not is_open()
         output.add(1, train=5.0, norm=1.0, lr=1e-3, tokens_per_second=256.0)
         assert is_open()
@@ -304,7 +298,7 @@ def test_a_metrics_csv_that_is_gone_is_not_begun_anew_by_its_run(tmp_path, model
     """As where its mount has ended."""
     def lose_it():
         with open_output(tmp_path) as output:
-            output.save(content_of(1, *model_state))
+            output.save(1, content_of(1, *model_state))
             (tmp_path / "metrics.csv").unlink()
             output.add(1, train=5.0, norm=1.0, lr=1e-3, tokens_per_second=256.0)
 
@@ -430,7 +424,7 @@ def test_what_is_not_finite_is_not_saved(device, number, spoilt, model_state, tm
     """Neither at once nor in the background, as on a GPU."""
     weights, moments = model_state
     with open_output(tmp_path, device=device, keep_checkpoints=1) as output:
-        output.save(content_of(1, weights, moments))
+        output.save(1, content_of(1, weights, moments))
         output.finish_save()
         if spoilt == "weights":
             weights[GAIN][2] = number
@@ -438,7 +432,7 @@ def test_what_is_not_finite_is_not_saved(device, number, spoilt, model_state, tm
             moments[GAIN]["exp_avg"][2] = number
 
         def save():
-            output.save(content_of(2, weights, moments))
+            output.save(2, content_of(2, weights, moments))
             output.finish_save()
         refused(save, GAIN, "step 2", "checkpoint_000002.pt", failed=True)
     assert set(contents(tmp_path)) == {LOCK, "metrics.csv", "checkpoint_000001.pt"}
@@ -448,7 +442,7 @@ def test_a_list_in_an_optimizers_state_is_refused_by_its_name(model_state, tmp_p
     weights, moments = model_state
     moments[GAIN]["factors"] = [torch.zeros(2, 2), torch.zeros(3, 3)]
     with open_output(tmp_path) as output:
-        refused(lambda: output.save(content_of(1, weights, moments)), GAIN, "factors", "list",
+        refused(lambda: output.save(1, content_of(1, weights, moments)), GAIN, "factors", "list",
                 failed=True)
     assert saved_steps(tmp_path) == []
 
@@ -464,7 +458,7 @@ def test_a_save_in_the_background_does_not_hold_up_the_training(
 
     monkeypatch.setattr(torch, "save", slow_save)
     with open_output(tmp_path, device="cuda") as output:
-        output.save(content_of(1, *model_state))
+        output.save(1, content_of(1, *model_state))
         assert saved_steps(tmp_path) == []
         may_end.set()
     assert saved_steps(tmp_path) == [1]
@@ -478,9 +472,9 @@ def test_a_save_that_fails_in_the_background_is_told_at_the_next_look(
 
     def save_twice():
         with open_output(tmp_path, device="cuda") as output:
-            output.save(content_of(1, *model_state))
+            output.save(1, content_of(1, *model_state))
             if look == "the next save":
-                output.save(content_of(2, *model_state))
+                output.save(2, content_of(2, *model_state))
                 pytest.fail("it was not told")
 
     monkeypatch.setattr(torch, "save", fail)
@@ -495,7 +489,7 @@ def test_the_error_of_a_run_is_told_rather_than_that_of_its_last_save(
 
     def fail_twice():
         with open_output(tmp_path, device="cuda") as output:
-            output.save(content_of(1, *model_state))
+            output.save(1, content_of(1, *model_state))
             raise RunError("the loss is nan")
 
     monkeypatch.setattr(torch, "save", fail)

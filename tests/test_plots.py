@@ -13,6 +13,7 @@ from runtime.checkpoint import Start
 from runtime.output import Output
 from runtime.plots import plot_run, short_count
 from runtime.ranks import Process
+from runtime.recipe import BatchSchedule
 
 
 @pytest.fixture(autouse=True)
@@ -144,7 +145,7 @@ def test_a_record_without_numbers_is_not_drawn(columns, tmp_path):
 @pytest.fixture
 def output(tmp_path):
     """An Output with one evaluation."""
-    output = Output(Config(out=str(tmp_path / "log")), Process(), lambda step: 100 * step)
+    output = Output(Config(out=str(tmp_path / "log")), Process(), BatchSchedule(100, 100))
     output.open(Start())
     output.add(0, val=5.0, val_tokens=640)
     with output:

@@ -14,8 +14,9 @@ from peers import make_model
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import train_gpt2
+from runtime import machines, ranks
 from runtime.cli import RunError, UserError, exit_code
-from runtime.ranks import Process, ddp_options, read_process, warn_without_torchrun
+from runtime.ranks import Process, ddp_options, read_process
 
 VARIABLES = (
     "WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
@@ -260,6 +261,7 @@ def test_a_bar_passes_on_what_it_counts(rank):
 @pytest.fixture
 def environment(monkeypatch):
     """environment("RANK=1 ...") sets torchrun's variables, and removes the others."""
+    monkeypatch.setattr(ranks, "die_with_torchrun", lambda: None)       # it would last
     def set_variables(text):
         for name in VARIABLES:
             monkeypatch.delenv(name, raising=False)
@@ -279,18 +281,6 @@ def environment(monkeypatch):
 def test_a_process_alone_is_rank_0_whatever_another_job_has_left(left, environment):
     environment(left)
     assert read_process() == Process(rank=0, local_rank=0, world_size=1)
-
-
-@pytest.mark.parametrize("left", ["RANK=1", "RANK=1 LOCAL_RANK=1", "WORLD_SIZE= LOCAL_RANK=1"])
-def test_a_rank_left_in_a_shell_silences_nothing(
-    left, environment, byte_data, tmp_path, capsys
-):
-    environment(left)
-    train("--data", byte_data, *BYTES, "--max_steps", 1, "--out", tmp_path)
-    assert "1 process on " in capsys.readouterr().out
-
-    with pytest.raises(UserError, match="--bogus"):
-        train("--bogus")
 
 
 def test_torchruns_variables_are_a_rank(environment):
@@ -341,7 +331,7 @@ def test_a_rank_among_the_flags_is_ignored(flags):
 
 def test_who_waits_without_torchrun_says_for_how_many_and_where(environment, capsys):
     environment("WORLD_SIZE=4 RANK=2 MASTER_ADDR=10.0.0.7 MASTER_PORT=29500")
-    warn_without_torchrun(read_process())
+    read_process()
 
     line = capsys.readouterr().err
     assert line.count("\n") == 1
@@ -351,7 +341,7 @@ def test_who_waits_without_torchrun_says_for_how_many_and_where(environment, cap
 
 def test_ranks_that_torchrun_has_started_wait_in_silence(environment, capsys):
     environment("WORLD_SIZE=4 RANK=2 TORCHELASTIC_RUN_ID=none")
-    warn_without_torchrun(read_process())
+    read_process()
     assert capsys.readouterr().err == ""
 
 
@@ -372,8 +362,7 @@ def test_the_line_comes_before_the_wait(environment, monkeypatch, capsys):
 def test_ranks_wait_an_hour_for_what_rank_0_downloads(environment, monkeypatch):
     given = {}
     environment("WORLD_SIZE=2 RANK=1 TORCHELASTIC_RUN_ID=none")
-    monkeypatch.setattr(network, "shared_store", lambda process, timeout: None)
-    monkeypatch.setattr(network, "watch_machines", lambda process: None)
+    monkeypatch.setattr(machines, "shared_store", lambda process, timeout: None)
     monkeypatch.setattr(
         torch.distributed, "init_process_group", lambda backend, **options: given.update(options))
 

@@ -5,6 +5,7 @@ from dataclasses import asdict
 import pytest
 import torch
 from helpers import parse_flags, refused
+from peers import RECIPES
 
 from config import FLAGS, Config
 from presets import GPT2_SIZES, PRESETS
@@ -13,7 +14,6 @@ from runtime.checkpoint import Start
 from runtime.cli import UserError
 from runtime.ranks import Process
 from runtime.recipe import make_batch_schedule
-from train_gpt2 import RECIPES
 
 # ----------------------------------------------------------------------- defaults and presets
 
@@ -94,15 +94,6 @@ def test_overfit_is_50_steps_on_one_batch_at_a_constant_rate(flags, max_lr):
 
 
 # ----------------------------------------------------------------------- sizes and new weights
-
-@pytest.mark.parametrize("recipe, n_head", [("gpt2", 12), ("speedrun", 6), ("frontier", 6)])
-def test_the_models_own_defaults_are_gpt2s_size(recipe, n_head):
-    config = RECIPES[recipe].model.Config()
-    assert config.block_size == 1024
-    assert config.n_layer == 12
-    assert config.n_head == n_head
-    assert config.n_embd == 768
-
 
 @pytest.mark.parametrize("recipe, T, parameters, flops", [
     ("gpt2", 1024, 124_475_904, 855_383_040),
@@ -284,14 +275,6 @@ def test_modern_recipes_are_trained_with_adam_and_muon_without_weight_decay(reci
     for group in muon.param_groups:
         assert group["lr"] == 0.02
         assert group["weight_decay"] == 0.0
-
-
-def test_frontiers_eps_is_a_tenth_of_one_token_of_its_largest_batch():
-    model, [adam, _] = optimizers_of("frontier")
-    eps = {p: group["eps"] for group in adam.param_groups for p in group["params"]}
-    assert eps[model.transformer.wte.weight] == pytest.approx(0.1 / 524_288)
-    assert eps[model.transformer.part.weight] == pytest.approx(0.1 / 524_288)
-    assert eps[model.transformer.bigram.weight] == 1e-8
 
 
 @pytest.mark.parametrize("dtype, is_exact", [

@@ -1,11 +1,13 @@
 """Whole runs that are killed, resumed, made longer or shared out otherwise lose nothing.
 
-Signals are in test_signals.py, the rules of --resume in test_checkpoint.py.
+Signals are in test_signals.py, the rules of --resume in test_checkpoint.py, torchrun's restarts in
+test_machines.py.
 """
 import functools
 import os
-import re
 import shutil
+import signal
+import socket
 import sys
 
 import numpy as np
@@ -16,6 +18,8 @@ from helpers import (
     BYTES,
     command,
     dying,
+    forked,
+    kill_parent,
     logged,
     newest,
     on_ranks,
@@ -24,9 +28,8 @@ from helpers import (
     same_end,
     saved,
     saved_steps,
-    site,
+    strike,
     striking,
-    torchrun,
     train,
 )
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -138,7 +141,7 @@ def round_otherwise():
 
 def test_processes_that_round_otherwise_go_on_and_resume_with_the_weights_of_the_first(
         data, tmp_path):
-    flags = ["--data", data, *RUN_OF_THREE]
+    flags = ["--data", data, *RUN_OF_THREE, "--max_steps", 12, "--val_every", 0]
     text = run(*flags, "--out", tmp_path / "whole", processes=3, before=[round_otherwise]).stdout
     assert text.count("round differently") == 1
 
@@ -148,7 +151,7 @@ def test_processes_that_round_otherwise_go_on_and_resume_with_the_weights_of_the
     flags += ["--out", tmp_path / "killed"]
     run(*flags, processes=3, before=[round_otherwise, *kill_all], code=-9)
     run(*flags, processes=3, before=[round_otherwise])
-    same_end(tmp_path / "killed", tmp_path / "whole", 24)
+    same_end(tmp_path / "killed", tmp_path / "whole", 12)
 
 
 TWELVE_STEPS = [*BYTES, "--max_steps", 12, "--val_every", 6, "--checkpoint_every", 4]
@@ -178,37 +181,40 @@ def test_killed_in_an_atomic_write_a_run_ends_bit_for_bit_as_one_that_was_not(
     same_end(tmp_path, twelve_steps, step=12)
 
 
-def test_torchrun_brings_back_a_run_of_which_a_rank_is_killed(data, whole, tmp_path):
-    """It begins with --resume PATH, and after the kill goes on with its own newest checkpoint."""
-    expected = whole(processes=3)
-    env = site(tmp_path / "site", "import helpers\nhelpers.draw_no_pictures()\n"
-                                  "helpers.strike('step 23', 'SIGKILL', rank=1)")
-
-    done = torchrun("--data", data, *RUN_OF_THREE, "--shard_optimizer", "--checkpoint_every", 4,
-                    "--out", tmp_path / "log", "--resume", expected / "checkpoint_000018.pt",
-                    options=["--standalone", "--nproc_per_node=3", "--max_restarts=1"], env=env)
-
-    assert done.returncode == 0, done.stderr
-    began = re.findall(r"resuming from (\S+) at step", done.stdout)
-    own = tmp_path / "log/checkpoint_000020.pt"
-    assert began == [str(expected / "checkpoint_000018.pt"), str(own)]
-    losses = logged(expected)
-    assert logged(tmp_path / "log") == {step: losses[step] for step in range(18, 24)}
-    weights = saved(expected)["model"]
-    for name, tensor in saved(tmp_path / "log")["model"].items():
-        assert torch.equal(tensor, weights[name]), name
+def launch_three_ranks(flags, pipe):
+    """As torchrun, starts the ranks and has their store, until one of them kills it in step 8."""
+    os.open(pipe, os.O_WRONLY)                  # closed when the last of these processes has ended
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update({
+        "TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3",
+    })
+    for rank in range(3):
+        if os.fork() == 0:
+            os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+            strike("step 8", call=kill_parent)
+            command("train_gpt2.py", *flags)()
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    signal.pause()
+    del store
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process that its parent died")
 def test_when_torchrun_is_killed_its_ranks_save_and_end(data, whole, tmp_path):
-    env = site(tmp_path / "site", "import helpers\nhelpers.draw_no_pictures()\n"
-                                  "helpers.strike('step 8', call=helpers.kill_parent)")
     flags = ["--data", data, *RUN_OF_THREE, "--out", tmp_path / "log"]
-    # It waits until the ranks have closed stdout, too.
-    killed = torchrun(*flags, options=["--standalone", "--nproc_per_node=3"], env=env)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
 
-    assert killed.returncode == -9
-    assert "stopped by SIGTERM" in killed.stdout
+    [(code, _, _)] = forked(functools.partial(launch_three_ranks, flags, pipe))
+    os.set_blocking(reader, True)
+    os.read(reader, 1)                          # the end of the file: all ranks have ended
+    os.close(reader)
+
+    assert code == -9
     assert newest(tmp_path / "log") == 9        # they finish the step in which the signal came
     run(*flags, processes=3)
     same_end(tmp_path / "log", whole(processes=3), 24)

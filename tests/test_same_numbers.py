@@ -4,14 +4,11 @@ Equal to a plain loop in torch: test_plain_loop.py. frontier's on several ranks:
 """
 import re
 
-import numpy as np
 import pytest
 import torch
-from helpers import ROOT, hellaswag_file, logged, run, train
+from helpers import hellaswag_file, logged, run, train
 
 from recipes import load_model
-from runtime.shards import write_shard
-from runtime.tokenizer import encode
 
 T = 32
 SMALL = [
@@ -22,18 +19,12 @@ SMALL = [
 # ----------------------------------------------------------------------- ranks and micro-batches
 
 @pytest.fixture(scope="module")
-def flags(tmp_path_factory):
-    """Of a run with 11 sequences to validate and 5 examples, which no number of ranks divides."""
-    folder = tmp_path_factory.mktemp("words")
-    text = (ROOT / "input.txt").read_text(encoding="utf-8")[:10_000]
-    ids = encode(text).astype(np.uint16)
-    write_shard(folder / "text_val_000000.npy", ids[:400])
-    write_shard(folder / "text_train_000001.npy", ids[400:])
-    examples = hellaswag_file(folder / "examples.jsonl", 5)
+def flags(byte_data):
+    """Of a run with 11 sequences to validate, which no number of ranks divides."""
     return [
-        "--data", folder, *SMALL, "--total_batch_size", 8 * T, "--max_steps", 4,
-        "--warmup_steps", 2, "--max_lr", 3e-3, "--val_every", 2, "--val_tokens", 11 * T,
-        "--hellaswag_every", 4, "--hellaswag_data", examples, "--sample_every", 0,
+        "--data", byte_data, *SMALL, "--vocab_size", 256, "--total_batch_size", 8 * T,
+        "--max_steps", 4, "--warmup_steps", 2, "--max_lr", 3e-3, "--val_every", 2,
+        "--val_tokens", 11 * T, "--hellaswag_every", 0, "--sample_every", 0,
         "--checkpoint_every", 4,
     ]
 
@@ -85,11 +76,17 @@ def compile_without_a_compiler():
     torch.compile = compile_by_dynamo_alone
 
 
-def test_compiled_ranks_that_sample_have_the_same_numbers(flags, alone, tmp_path):
-    result = run(*flags, "--compile", "--batch_size", 1, "--sample_every", 2, "--out", tmp_path,
+def test_compiled_ranks_that_sample_and_score_hellaswag_have_the_same_numbers(flags, tmp_path):
+    """Of 5 examples, which two ranks cannot share evenly."""
+    examples = hellaswag_file(tmp_path / "examples.jsonl", 5)
+    flags = [*flags, "--vocab_size", 50304, "--max_steps", 2, "--checkpoint_every", 2,
+             "--sample_every", 1, "--hellaswag_every", 2, "--hellaswag_data", examples]
+    train(*flags, "--batch_size", 8, "--out", tmp_path / "alone")
+    result = run(*flags, "--compile", "--batch_size", 1, "--out", tmp_path / "log",
                  processes=2, before=[compile_without_a_compiler])
-    assert_same_numbers(tmp_path, alone)
-    assert result.stdout.count("sample 3: ") == 2, "rank 0 alone prints, at the steps 2 and 4"
+
+    assert_same_numbers(tmp_path / "log", tmp_path / "alone")
+    assert result.stdout.count("sample 3: ") == 2, "rank 0 alone prints, at the steps 1 and 2"
 
 
 def test_the_sanity_run_has_the_same_batch_on_several_ranks(tmp_path):

@@ -106,13 +106,9 @@ def test_top_k_0_samples_from_all_tokens(path, shown):
     assert found != shown("--top_k", 50, "--temperature", 50)
 
 
-def test_the_defaults_are_four_samples_of_200_tokens(path, after_each_block):
-    sizes = []
-    after_each_block(lambda output: sizes.append(len(output)))
-
-    sample.main(["--model", path, "--device", "cpu"])
-
-    assert sizes == [4] * 200
+def test_the_defaults_are_four_samples_of_200_tokens():
+    args = sample.parse_args([])
+    assert (args.num_samples, args.max_new_tokens) == (4, 200)
 
 
 def test_of_a_prompt_longer_than_the_context_the_end_is_used_and_all_is_shown(path, capsys):

@@ -102,19 +102,19 @@ def test_a_signal_stops_an_overfit_which_writes_nothing(tmp_path):
 def test_a_signal_to_one_of_several_processes_stops_all_after_the_step(
         byte_data, undisturbed, tmp_path):
     flags = ["--data", byte_data, *SHORT, "--out", tmp_path]
-    result = run(*flags, "--shard_optimizer", processes=4,
+    result = run(*flags, "--shard_optimizer", processes=2,
                  before=striking("step 2", "SIGINT", rank=1))
     assert re.search(r"stopped by SIGINT \(process 1 on .+\) after 3 of 8 steps", result.stdout)
     assert result.stderr == ""
     assert newest(tmp_path) == 3
 
-    result = run(*flags, processes=4, before=striking("step 5", "SIGTERM"))
+    result = run(*flags, processes=2, before=striking("step 5", "SIGTERM"))
     assert re.search(r"stopped by SIGTERM \(process 0 .* after 6 of 8 steps", result.stdout)
     assert result.stderr == "SIGTERM: stopping\n"
     assert newest(tmp_path) == 6
 
-    run(*flags, processes=4)
-    same_end(tmp_path, undisturbed(4), 8)
+    run(*flags, processes=2)
+    same_end(tmp_path, undisturbed(2), 8)
 
 
 def test_a_signal_in_the_last_step_of_two_processes_is_answered(byte_data, tmp_path):

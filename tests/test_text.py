@@ -2,6 +2,7 @@
 import bz2
 import csv
 import gzip
+import itertools
 import json
 import time
 import tracemalloc
@@ -171,16 +172,15 @@ def tokens_of_chunks(gpt2, chunks):
     return tokens
 
 
-@pytest.mark.parametrize("block", [4, 30, 200])
-@pytest.mark.parametrize("blank", ["", " ", "\u3000"])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_in_every_script_the_pieces_of_a_text_have_the_tokens_of_the_whole(
-        script, blank, block, gpt2, tmp_path, monkeypatch):
-    text = blank.join([SCRIPTS[script]] * 12)
-    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
-    monkeypatch.setattr(runtime.text, "BLOCK", block)
-    chunks = list(TextReader("text", "", MARK).read_chunks(tmp_path / "a.txt"))
-    assert tokens_of_chunks(gpt2, chunks) == gpt2.encode_ordinary(text)
+        script, gpt2, tmp_path, monkeypatch):
+    for blank, block in itertools.product(("", " ", "\u3000"), (4, 30, 200)):
+        text = blank.join([SCRIPTS[script]] * 12)
+        (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+        monkeypatch.setattr(runtime.text, "BLOCK", block)
+        chunks = list(TextReader("text", "", MARK).read_chunks(tmp_path / "a.txt"))
+        assert tokens_of_chunks(gpt2, chunks) == gpt2.encode_ordinary(text), (blank, block)
 
 
 LETTERS = [chr(code) for codes in (range(0x3041, 0x3095), range(0x30a1, 0x30fb),

@@ -11,8 +11,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 import train_gpt2
 from config import Config
-from recipes import RECIPES
-from runtime import hardware
 from runtime.ranks import Process, Stopped
 from train_gpt2 import begin_step, train_step, warmup_cosine
 
@@ -88,20 +86,15 @@ def test_attention_and_recompute_reach_the_model():
         assert {block.attn.kernel for block in model.transformer.h} == {kernel}
 
 
-@pytest.mark.parametrize("compile, chunk", [(False, 2048), (True, 0)])
-def test_a_cpus_eager_model_computes_its_loss_in_chunks(compile, chunk):
-    assert make_run(compile=compile).state.model.loss_chunk == chunk
-
-
 @pytest.mark.parametrize("tf32, expected", [(True, "high"), (False, "highest")])
 def test_tf32_is_set_on_a_gpu_alone(tf32, expected, monkeypatch):
     calls = []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", calls.append)
 
-    train_gpt2.set_matmul_precision(Config(tf32=tf32), Process(device="cpu"))
+    make_run(tf32=tf32)
     assert calls == []
 
-    train_gpt2.set_matmul_precision(Config(tf32=tf32), Process(device="cuda:0"))
+    make_run(tf32=tf32, process=GpuProcess())
     assert calls == [expected]
 
 
@@ -116,7 +109,6 @@ def test_float16_has_a_scaler_and_other_dtypes_have_none(dtype):
 
 @pytest.mark.parametrize("recipe", ["speedrun", "frontier"])
 def test_the_rotary_tables_are_constants_of_a_compiled_model(recipe, monkeypatch):
-    model, idx = make_model(cls=RECIPES[recipe].model), tokens(2, 9)
     graphs = []
 
     def backend(graph, inputs):
@@ -125,13 +117,15 @@ def test_the_rotary_tables_are_constants_of_a_compiled_model(recipe, monkeypatch
 
     compile = functools.partial(torch.compile, backend=backend, fullgraph=True)
     monkeypatch.setattr(torch, "compile", compile)
-    logits, _ = hardware.compile_model(model)(idx)
+    state = make_run(recipe=recipe, compile=True).state
+    idx = tokens(2, 9)
+    logits, _ = state.compiled_model(idx)
 
     [graph] = graphs
     operations = {str(node.target) for node in graph.graph.nodes}
     assert "chunk" in operations, "rotate is in the graph"
     assert not operations & {"cos", "sin"}, "rotary_tables is not"
-    assert torch.equal(logits, model(idx)[0])
+    assert torch.equal(logits, state.model(idx)[0])
 
 
 # ----------------------------------------------------------------------- a step

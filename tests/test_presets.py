@@ -1,0 +1,75 @@
+"""presets.py: which preset, with which flags, fineweb.py's last line names for a text."""
+from pathlib import Path
+
+import pytest
+
+import frontier
+from config import Config
+from presets import PRESETS, next_command
+from runtime.recipe import make_batch_schedule
+
+
+@pytest.mark.parametrize("preset, count", [
+    ("shakespeare", 32_767_999), ("small", 32_768_000), ("small", 10**9 - 1), ("gpt2", 10**9)])
+def test_the_next_command_names_the_preset_for_so_many_training_tokens(preset, count):
+    line = next_command(Path("d"), [10**5], [count - 1, 1])
+    assert f"--preset {preset} " in line
+
+
+# The batch of --preset shakespeare doubles after 204 steps, so that no run reads 313,344 to 419,840
+# tokens: of those the nearer number is taken.
+@pytest.mark.parametrize("count, expected, tolerance", [
+    (120_000, 2, 0.02), (183_000, 2, 0.3), (184_000, 2, 0.3), (306_054, 2, 0.02), (10**6, 2, 0.02),
+    (2 * 10**6, 1, 0.02)])
+def test_the_next_command_has_the_steps_of_two_epochs_of_a_small_text_and_one_of_a_large(
+        count, expected, tolerance):
+    words = next_command(Path("d"), [10**5], [count]).split()
+    max_steps = int(words[words.index("--max_steps") + 1])
+    config = Config(**PRESETS["shakespeare"].flags | {"max_steps": max_steps})
+    config.sequence_length = config.block_size
+    schedule = make_batch_schedule(frontier.RECIPE, config, world_size=1)
+    epochs = schedule.tokens_before(config.max_steps) / count
+    assert epochs == pytest.approx(expected, abs=tolerance)
+
+
+@pytest.mark.parametrize("count", [306_054, 600_000, 10**6, 10**7])
+def test_a_run_of_the_next_command_validates_at_most_ten_times_where_it_has_a_checkpoint(count):
+    words = next_command(Path("d"), [10**5], [count]).split()
+    flags = dict(zip(words, words[1:], strict=False))
+    preset = PRESETS["shakespeare"].flags
+    val_every = int(flags.get("--val_every", preset["val_every"]))
+
+    assert 1 < int(flags["--max_steps"]) / val_every <= 10
+    assert val_every == preset["val_every"] or val_every % preset["checkpoint_every"] == 0
+
+
+@pytest.mark.parametrize("count, off", [(306_054, False), (10**6, True), (10**7, True)])
+def test_the_next_command_turns_weight_decay_off_in_long_runs(count, off):
+    words = next_command(Path("d"), [10**5], [count]).split()
+    assert ("--weight_decay" in words) == off
+
+
+def test_small_reads_its_text_once_at_most():
+    flags = PRESETS["small"].flags
+    assert flags["total_batch_size"] * flags["max_steps"] <= 32_768_000
+
+
+@pytest.mark.parametrize("preset, count", [
+    ("shakespeare", 10**6), ("small", 10**8), ("gpt2", 10**9)])
+def test_a_sequence_and_its_last_target_fit_into_a_shard(preset, count):
+    T = PRESETS[preset].flags.get("block_size", Config.block_size)
+    assert "--block_size" not in next_command(Path("d"), [T + 1], [count])
+    assert next_command(Path("d"), [T], [count]).endswith(f"--block_size {T // 2}")
+
+
+def test_a_sequence_of_the_next_command_fits_into_small_shards_of_both_splits():
+    words = next_command(Path("d"), [10**5], [300] * 1000).split()
+    assert words[-2:] == ["--block_size", "256"]
+    words = next_command(Path("d"), [300] * 100, [10**6]).split()
+    assert words[-2:] == ["--block_size", "256"]
+
+
+def test_a_short_last_shard_does_not_shorten_the_sequences():
+    T = PRESETS["shakespeare"].flags["block_size"]
+    line = next_command(Path("d"), [T + 1, 3], [10**6, 3])
+    assert "--block_size" not in line
