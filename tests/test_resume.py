@@ -5,6 +5,7 @@ test_machines.py.
 """
 import functools
 import os
+import select
 import shutil
 import signal
 import socket
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from helpers import (
     BYTES,
+    HANG,
     command,
     dying,
     forked,
@@ -183,7 +185,7 @@ def test_killed_in_an_atomic_write_a_run_ends_bit_for_bit_as_one_that_was_not(
 
 def launch_three_ranks(flags, pipe):
     """As torchrun, starts the ranks and has their store, until one of them kills it in step 8."""
-    os.open(pipe, os.O_WRONLY)                  # closed when the last of these processes has ended
+    os.open(pipe, os.O_WRONLY)                  # until the last of these processes has ended
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -210,11 +212,11 @@ def test_when_torchrun_is_killed_its_ranks_save_and_end(data, whole, tmp_path):
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
 
     [(code, _, _)] = forked(functools.partial(launch_three_ranks, flags, pipe))
-    os.set_blocking(reader, True)
-    os.read(reader, 1)                          # the end of the file: all ranks have ended
+    ended, _, _ = select.select([reader], [], [], HANG)     # until nobody can write any more
     os.close(reader)
 
     assert code == -9
+    assert ended, "the ranks hang"
     assert newest(tmp_path / "log") == 9        # they finish the step in which the signal came
     run(*flags, processes=3)
     same_end(tmp_path / "log", whole(processes=3), 24)
