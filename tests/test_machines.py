@@ -28,7 +28,6 @@ from helpers import (
     striking,
     train,
 )
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from runtime import machines
 from runtime.cli import RunError
@@ -91,6 +90,7 @@ def test_a_rank_that_died_while_it_waited_does_not_confuse_the_next_start(start)
 
 def run_a_machine(endpoint, flags):
     """What torchrun does on one of two machines with one rank each, which it forks."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
     config = LaunchConfig(
         min_nodes=2, max_nodes=2, nproc_per_node=1, run_id="test", rdzv_backend="c10d",
         rdzv_endpoint=endpoint, max_restarts=2, start_method="fork")
