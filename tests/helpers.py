@@ -3,7 +3,6 @@
 - `train` runs train_gpt2.py in this process.
 - `run`, `script`, `on_ranks` and `forked` run it in processes that are forked from one that has
   imported torch, which takes a tenth of the time of a new Python.
-- `cold` and `torchrun` start a new Python, as a user does.
 
 No test sleeps or polls. `before` is a list of functions that a new process calls first: with
 `striking` it sends itself a signal at a chosen moment. Timeouts only end a process that hangs.
@@ -182,29 +181,6 @@ def run(*flags, processes=1, code=0, env=ENV, cwd=None, before=()):
         result = subprocess.CompletedProcess(flags, codes[0], "".join(outs), "".join(errs))
     assert result.returncode == code, result.stdout[-2000:] + result.stderr[-2000:]
     return result
-
-
-# ----------------------------------------------------------------------- a Python of its own
-
-def cold(*argv, env=ENV, **options):
-    """A Python that has imported nothing, with these arguments: a CompletedProcess."""
-    options = {"capture_output": True, **options}
-    words = [sys.executable, *map(str, argv)]
-    return subprocess.run(words, text=True, env=env, timeout=HANG, **options)
-
-
-def torchrun(*flags, options=("--standalone", "--nproc_per_node=2"), **more):
-    """train_gpt2.py by the real torchrun."""
-    return cold("-m", "torch.distributed.run", *options, ROOT / "train_gpt2.py", *flags, **more)
-
-
-def site(folder, code):
-    """The environment of a `cold` Python that runs these lines first, and so do its children."""
-    folder.mkdir()
-    ours = [str(ROOT), str(ROOT / "tests")]
-    code = f"import sys\nsys.path[:0] = {ours}\n{code}\ndel sys.path[:2]\n"
-    (folder / "sitecustomize.py").write_text(code)
-    return {**ENV, "PYTHONPATH": str(folder)}
 
 
 # ----------------------------------------------------------------------- this process

@@ -19,8 +19,6 @@ from runtime.cli import RunError, UserError
 from runtime.huggingface import EXPORTED, MODELING
 from runtime.tokenizer import EOT, VOCAB_SIZE, encode
 
-# recipe and, for gpt2, the kind of its GELU
-KINDS = [("gpt2", "tanh"), ("gpt2", "none"), ("speedrun", None), ("frontier", None)]
 MODERN = ["speedrun", "frontier"]
 GREEDY = {"do_sample": False, "max_new_tokens": 18, "eos_token_id": None, "pad_token_id": EOT}
 
@@ -97,10 +95,10 @@ def export(tmp_path_factory):
     return make
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=str)
+@pytest.fixture(scope="module", params=RECIPES)
 def exported(request, export):
     """Our model, its folder, and transformers' model of the folder."""
-    return export(*request.param)
+    return export(request.param)
 
 
 @pytest.fixture
@@ -129,6 +127,14 @@ def test_transformers_computes_our_logits_and_loss_without_the_padding_ids(expor
     torch.testing.assert_close(found.loss, loss)
     last_two = theirs(idx, logits_to_keep=2).logits
     torch.testing.assert_close(last_two, found.logits[:, -2:])
+
+
+@torch.no_grad()
+def test_the_exact_gelu_of_a_gpt2_is_that_of_transformers(export):
+    model, _, theirs = export("gpt2", "none")
+    assert theirs.config.activation_function == "gelu"
+    logits = model(documents())[0][..., :VOCAB_SIZE]
+    torch.testing.assert_close(theirs(documents()).logits, logits, atol=1e-4, rtol=0)
 
 
 @torch.no_grad()
@@ -394,7 +400,7 @@ def test_config_json_of_a_gpt2_is_transformers_own(exported):
     assert config["architectures"] == ["GPT2LMHeadModel"]
     assert config["model_type"] == "gpt2"
     assert config["vocab_size"] == VOCAB_SIZE
-    assert config["activation_function"] == {"tanh": "gelu_new", "none": "gelu"}[model.config.gelu]
+    assert config["activation_function"] == "gelu_new"
     assert config["dtype"] == "float32"
     for key in ("embd_pdrop", "attn_pdrop", "resid_pdrop"):
         assert config[key] == 0.0

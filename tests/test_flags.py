@@ -46,7 +46,6 @@ TINY = [
     "--warmup_steps", 0, "--val_tokens", T, "--val_every", 0, "--hellaswag_every", 0,
     "--sample_every", 0, "--checkpoint_every", 0,
 ]
-WORDS = ["--vocab_size", 50304, "--n_layer", 1]         # GPT-2's tokens, for samples and HellaSwag
 SAVED = ["--checkpoint_every", 1, "--keep_checkpoints", "all"]
 STILL = ["--max_lr", 1e-12, "--weight_decay", 0]        # leaves the weights alone
 

@@ -3,12 +3,12 @@
 Machines are simulated on this one: by network namespaces, or only by another host name.
 """
 import ctypes
+import functools
 import os
 import re
 import signal
 import socket
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -17,8 +17,6 @@ import torch.distributed as dist
 from helpers import (
     BYTES,
     ENV,
-    HANG,
-    ROOT,
     command,
     forked,
     logged,
@@ -26,8 +24,9 @@ from helpers import (
     on_ranks,
     run,
     same_end,
-    site,
+    strike,
     striking,
+    train,
 )
 
 from runtime import machines
@@ -89,9 +88,20 @@ def test_a_rank_that_died_while_it_waited_does_not_confuse_the_next_start(start)
     assert stores[0].get("address") == stores[1].get("address") == b"of rank 2"
 
 
-def wait_for_torchrun():
-    """Blocks until torchrun ends this rank."""
-    signal.pause()
+def run_a_machine(endpoint, flags):
+    """What torchrun does on one of two machines with one rank each, which it forks."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    config = LaunchConfig(
+        min_nodes=2, max_nodes=2, nproc_per_node=1, run_id="test", rdzv_backend="c10d",
+        rdzv_endpoint=endpoint, max_restarts=2, start_method="fork")
+    elastic_launch(config, train_until_struck)(flags)
+
+
+def train_until_struck(flags):
+    """Rank 1 dies in its second validation, and rank 0 waits there until torchrun ends it."""
+    strike("validation", "SIGKILL", rank=1, nth=2)
+    strike("validation", rank=0, nth=2, call=signal.pause)
+    train(*flags)
 
 
 def test_machines_that_count_their_restarts_otherwise_find_each_other(byte_data, tmp_path):
@@ -109,26 +119,13 @@ def test_machines_that_count_their_restarts_otherwise_find_each_other(byte_data,
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
-    env = site(tmp_path / "site", "\n".join([
-        "import helpers, test_machines",
-        "helpers.draw_no_pictures()",
-        "helpers.strike('validation', 'SIGKILL', rank=1, nth=2)",
-        "helpers.strike('validation', rank=0, nth=2, call=test_machines.wait_for_torchrun)"]))
-    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--max_restarts", "2",
-             "--rdzv_backend", "c10d", "--rdzv_endpoint", endpoint, "--rdzv_id", "test",
-             ROOT / "train_gpt2.py", *flags, "--out", tmp_path / "log"]
+    call = functools.partial(run_a_machine, endpoint, [*flags, "--out", tmp_path / "log"])
 
-    with ThreadPoolExecutor() as executor:
-        starts = []
-        for _ in range(2):
-            starts.append(executor.submit(
-                subprocess.run, list(map(str, words)), env=env, capture_output=True, text=True,
-                timeout=2 * HANG))              # six times a Python imports torch
-        results = [start.result() for start in starts]
+    results = forked(call, call)
 
-    assert [result.returncode for result in results] == [0, 0], results
-    assert "torchrun" not in results[0].stderr + results[1].stderr, "its variables are missed"
-    text = results[0].stdout + results[1].stdout
+    assert [code for code, _, _ in results] == [0, 0], results
+    text = "".join(stdout + stderr for _, stdout, stderr in results)
+    assert "WORLD_SIZE is" not in text, "torchrun is not noticed"
     began = re.findall(r"resuming from (\S+) at step", text)
     assert began == [str(path), str(tmp_path / "log/checkpoint_000004.pt")]
     assert "done: 4 steps" in text
