@@ -333,7 +333,6 @@ def export_files(model) -> dict[str, bytes]:
     else:
         config, weights = export_modern(model)
     check_formula(model, config, weights)
-    config["dtype"] = "float32"
 
     # The tokens of a vocabulary of another size were made by another tokenizer.
     files = {}
@@ -343,6 +342,7 @@ def export_files(model) -> dict[str, bytes]:
     else:
         print_error(f"a vocabulary of {config['vocab_size']} tokens is not GPT-2's: the model is "
                     "exported without a tokenizer")
+    config["dtype"] = "float32"
     files["model.safetensors"] = safetensors_of(weights)
     if "auto_map" in config:
         files[MODELING] = (ASSETS / MODELING).read_bytes()
