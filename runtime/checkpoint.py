@@ -158,7 +158,7 @@ def model_from_checkpoint(
                 raise unexpected("its recipe", " or ".join(models), recipe)
             model = build_model(models[recipe], checkpoint["model_config"], weights)
             for name, p in model.named_parameters():
-                if name in checkpoint["frozen"]:
+                if name in checkpoint.get("frozen", ()):
                     p.requires_grad_(False)
             return model
 
