@@ -29,7 +29,7 @@ from runtime import checkpoint, console, dataloader, hardware, machines, micro_b
 from runtime.cli import run_command
 from runtime.dataloader import Data, TrainLoader
 from runtime.language_model import prepare
-from runtime.launched import LaunchedSteps, check_finite, is_usual_overflow
+from runtime.launched import LaunchedSteps, check_finite, check_step
 from runtime.optimizers import CombinedOptimizer
 from runtime.output import Output
 from runtime.ranks import Process, Stopped
@@ -382,9 +382,7 @@ def log_steps(launched: LaunchedSteps, run: Run, wait_for_all: bool) -> None:
     for done in launched.take(wait_for_all):
         loss, norm, votes = done.read_numbers()
         launched.votes += votes
-        if not is_usual_overflow(loss, norm, run):                  # of float16
-            check_finite(done.step, run, "the loss", loss)
-            check_finite(done.step, run, "the norm of the gradient", norm)
+        check_step(done.step, run, loss, norm)          # an error if one of them is not finite
         seconds = done.seconds()
         run.log.step(done.step, loss, norm, done.lr, seconds)
         rate = run.schedule.tokens(done.step) / seconds

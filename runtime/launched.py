@@ -71,14 +71,17 @@ def check_finite(step: int, run, what: str, number: float) -> None:
             "lower --max_lr, and begin at an earlier checkpoint (--resume) in another --out"))
 
 
-def is_usual_overflow(loss: float, norm: float, run) -> bool:
-    """Whether a gradient of this step has overflowed as some in float16 do."""
+def check_step(step: int, run, loss: float, norm: float) -> None:
+    """RunError on all ranks unless loss and norm are finite, or the norm has overflowed as usual."""
+    check_finite(step, run, "the loss", loss)
+    if math.isfinite(norm):
+        return
+
     # float16's scaler begins at 65536, leaves out a step whose gradient overflows, and halves its
     # scale. So some overflows are usual. 25 in a row bring it to 1/512: one more is an error.
-    if math.isfinite(norm) or not math.isfinite(loss):
-        return False
     scaler = run.state.scaler               # to read its scale waits for a GPU, so it comes last
-    return scaler.is_enabled() and scaler.get_scale() >= 2**-9
+    if not scaler.is_enabled() or scaler.get_scale() < 2**-9:
+        check_finite(step, run, "the norm of the gradient", norm)
 
 
 # ----------------------------------------------------------------------------- a GPU's clock
