@@ -72,7 +72,7 @@ def check_finite(step: int, run, what: str, number: float) -> None:
 
 
 def check_step(step: int, run, loss: float, norm: float) -> None:
-    """RunError on all ranks unless loss and norm are finite, or the norm has overflowed as usual."""
+    """RunError on all ranks unless both are finite, or the norm has overflowed as is usual."""
     check_finite(step, run, "the loss", loss)
     if math.isfinite(norm):
         return
