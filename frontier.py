@@ -25,7 +25,7 @@ from model import attention
 from presets import SMALL_TEXT
 from runtime.layers import Embedding, matmul_dtype
 from runtime.loss import VocabularySample, chunked_cross_entropy
-from runtime.recipe import Recipe, growing_batch
+from runtime.recipe import BatchSchedule, Recipe, growing_batch
 from runtime.tokenizer import EOT, VOCAB_SIZE, token_bytes
 from speedrun import CastedLinear, ModernLanguageModel, SpeedrunAttention, SpeedrunBlock, norm
 
@@ -388,8 +388,7 @@ class FrontierGPT(ModernLanguageModel):
 
 
 # ---------------------------------------------------------------------- the recipe
-# `config` is config.Config; `progress` is the share of the run's tokens before a step, 0 to 1.
-# The measurements behind the numbers are in docs/lab-notes.md.
+# `config` is config.Config. The measurements behind the numbers are in docs/lab-notes.md.
 
 def make_optimizers(model: FrontierGPT, config) -> list:
     return model.configure_optimizers(
@@ -410,10 +409,22 @@ def automatic(config) -> dict:
     return {"cooldown": 0.29 + 0.31 * longness, "min_lr": 0.1 * longness * config.max_lr}
 
 
-def muon_momentum(progress: float, config) -> float:
+def progress_of(step: int, config) -> float:
+    """The share of the run's tokens before the step, 0 to 1: its batch grows."""
+    schedule = BatchSchedule(config.total_batch_size, config.max_steps, growing_batch(config))
+    return schedule.progress(step)
+
+
+def lr_scale(step: int, config) -> float:
+    """speedrun's, by the share of the tokens."""
+    return speedrun.warmup_and_cooldown(step, progress_of(step, config), config)
+
+
+def muon_momentum(step: int, config) -> float:
     """From 0.80 to 0.85 in runs of up to 1,000 steps; to the later records' 0.95 from 3,000 on."""
+    progress = progress_of(step, config)
     highest = 0.85 + 0.10 * position_in_log(config.max_steps, 1000, 3000)
-    rising = speedrun.muon_momentum(progress, config, 0.80, highest)
+    rising = speedrun.rising_momentum(progress, 0.80, highest)
 
     # Over the last tenth of the run it goes back to 0.85.
     falling = 0.85 + (highest - 0.85) * min(1.0, (1.0 - progress) / 0.1)
@@ -460,7 +471,7 @@ def before_step(model: FrontierGPT, step: int, loader) -> None:
 RECIPE = Recipe(
     FrontierGPT,
     make_optimizers,
-    lr_scale=speedrun.trapezoid,
+    lr_scale=lr_scale,
     momentum=muon_momentum,
     batch_divisors=growing_batch,               # record 46
     look_at_text=look_at_text,

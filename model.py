@@ -40,8 +40,8 @@ from runtime.layers import (
 class GPTConfig:
     block_size: int = 1024      # longest sequence
 
-    # 50,000 merges, 256 bytes and <|endoftext|>. train_gpt2.py pads them to 50304, a multiple of
-    # 128, because GPUs multiply matrices of such sizes faster. The 47 padding ids are in the
+    # 50,000 merges, 256 bytes and <|endoftext|>. Training pads them (config.py) to 50304, a multiple
+    # of 128, because GPUs multiply matrices of such sizes faster. The 47 padding ids are in the
     # softmax, but never a target, and generation never draws them.
     vocab_size: int = 50257
 
@@ -149,7 +149,8 @@ class Block(nn.Module):
 class GPT(LanguageModel):
     """Pre-norm blocks, learned positions, GELU, biases everywhere, a head tied to the embedding.
 
-    There is no dropout. LanguageModel adds generate(), the losses of single tokens, and FLOPs.
+    There is no dropout. LanguageModel adds generate() and the losses of single tokens, for which it
+    calls `hidden` and `logits`.
     """
     Config = GPTConfig      # a checkpoint has its fields
     recipe = "gpt2"         # so checkpoints and exports call it
@@ -196,7 +197,7 @@ class GPT(LanguageModel):
         x = self.hidden(idx)                                                    # (B, T, C)
         if targets is None:
             return self.logits(x), None
-        return None, self.loss(x, targets)      # without the logits, which need not be kept then
+        return None, self.loss(x, targets)      # no logits: where nobody needs them, none are kept
 
     def hidden(self, idx, past=None):
         """Final hidden states (B, T, C) of the tokens idx (B, S): of those not in the cache yet."""
@@ -225,7 +226,8 @@ class GPT(LanguageModel):
     def loss(self, x, targets):
         """The mean cross-entropy (nats) of the targets (B, T), for hidden states x (B, T, C)."""
         logits = self.logits(x)                                                 # (B, T, vocab_size)
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
+        logits = logits.flatten(0, 1).float()   # autocast's are in 16 bits
+        return F.cross_entropy(logits, targets.flatten(), ignore_index=-1)
 
     def configure_optimizers(self, max_lr, weight_decay, betas=(0.9, 0.95), eps=1e-8):
         """AdamW (arXiv:1711.05101) with GPT-3's settings (arXiv:2005.14165), in a fused kernel."""
@@ -243,4 +245,4 @@ class GPT(LanguageModel):
         # Imported here, so that `import model` alone stays small.
         from runtime.huggingface import from_huggingface
 
-        return from_huggingface(source, {"gpt2": cls})      # of no other recipe
+        return from_huggingface(source, {"gpt2": cls})      # {recipe: class}, those that it reads

@@ -325,7 +325,7 @@ class SpeedrunGPT(ModernLanguageModel):
 
 
 # ---------------------------------------------------------------------- the recipe
-# `config` is config.Config; `progress` is the share of the run's tokens before a step, 0 to 1.
+# `config` is config.Config.
 
 def make_optimizers(model: SpeedrunGPT, config) -> list:
     return model.configure_optimizers(config.max_lr, config.weight_decay, muon_dtype(config))
@@ -338,13 +338,16 @@ def muon_dtype(config) -> torch.dtype:
     return torch.float32
 
 
-def trapezoid(step: int, run) -> float:
+def trapezoid(step: int, config) -> float:
     """Factor of the learning rates: linear warmup, constant, then linear to min_lr.
 
     The last part takes `cooldown` of the run's tokens.
     """
-    config = run.config
-    progress = run.schedule.progress(step)
+    return warmup_and_cooldown(step, step / config.max_steps, config)
+
+
+def warmup_and_cooldown(step: int, progress: float, config) -> float:
+    """`trapezoid`, where `progress` is the share of the run's tokens before the step, 0 to 1."""
     warmup = min(1.0, (step + 1) / max(1, config.warmup_steps))
 
     min_scale = config.min_lr / config.max_lr
@@ -352,8 +355,12 @@ def trapezoid(step: int, run) -> float:
     return min(warmup, min_scale + (1.0 - min_scale) * remaining)
 
 
-def muon_momentum(progress: float, config, first: float = 0.85, last: float = 0.95) -> float:
-    """From `first` to `last` over the first 15.4% of the run: 500 of record 10's 3,242 steps."""
+def muon_momentum(step: int, config) -> float:
+    """From 0.85 to 0.95 over the first 15.4% of the run: 500 of record 10's 3,242 steps."""
+    return rising_momentum(step / config.max_steps, 0.85, 0.95)
+
+
+def rising_momentum(progress: float, first: float, last: float) -> float:
     return first + (last - first) * min(1.0, progress / 0.154)
 
 

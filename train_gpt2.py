@@ -28,7 +28,7 @@ from recipes import RECIPES, fresh_model
 from runtime import checkpoint, console, dataloader, hardware, machines, micro_batch, ranks
 from runtime.cli import run_command
 from runtime.dataloader import Data, TrainLoader
-from runtime.language_model import prepare
+from runtime.language_model import set_how_to_compute
 from runtime.launched import LaunchedSteps, check_finite, check_step
 from runtime.optimizers import CombinedOptimizer
 from runtime.output import Output
@@ -38,9 +38,8 @@ from runtime.tokenizer import EOT, encode, tokenizer
 
 # ----------------------------------------------------------------------------- the recipe of GPT-2
 
-def warmup_cosine(step: int, run: "Run") -> float:
+def warmup_cosine(step: int, config: Config) -> float:
     """The factor of the learning rate: linear warmup, then a cosine to min_lr (arXiv:1608.03983)"""
-    config = run.config
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
 
@@ -68,8 +67,8 @@ def start_process(device: str) -> Process:
         torch.cuda.set_device(process.device)
 
     if process.world_size > 1:
-        # An hour, because the ranks wait while rank 0 downloads: HellaSwag, or gpt2-xl with --init.
-        # In torchrun's own store a restarted rank would find the addresses of dead ones.
+        # The ranks wait for up to an hour while rank 0 downloads, gpt2-xl with --init, say. In
+        # torchrun's own store a rank that is restarted would find the addresses of dead ones.
         timeout = timedelta(hours=1)
         dist.init_process_group(
             "nccl" if process.on_gpu else "gloo",
@@ -84,7 +83,7 @@ def start_process(device: str) -> Process:
 def make_model(config: Config, loaded: nn.Module | None, device: str) -> nn.Module:
     """The model that was `loaded` for --init or from a checkpoint, or a new one, on the device."""
     torch.manual_seed(config.seed)          # all ranks draw the same weights
-    model = loaded or fresh_model(config)
+    model = loaded or fresh_model(config)   # of the size that the flags say
     return model.to(device)
 
 
@@ -94,7 +93,7 @@ class TrainState:
     model: nn.Module                    # eager, for HellaSwag and samples, which have many shapes
     compiled_model: Callable            # for validation, which has one shape; it may be eager, too
     ddp_model: Callable                 # for training: averages the gradients, if there are ranks
-    optimizer: CombinedOptimizer        # the recipe's optimizers, as one
+    optimizer: CombinedOptimizer        # the recipe's optimizers, as one that the scaler can step
     scaler: torch.amp.GradScaler        # of float16's gradients; of other dtypes it does nothing
     autocast: torch.autocast            # matrix products in config.dtype, inside `with`
     others: dict = field(default_factory=dict)  # what else you want saved: {"ema": ...}
@@ -103,7 +102,7 @@ class TrainState:
 def make_train_state(
     config: Config, recipe: Recipe, model: nn.Module, process: Process
 ) -> TrainState:
-    prepare(model, config, process)     # --attention, --recompute, and what else saves time only
+    set_how_to_compute(model, config, process)      # --attention, --recompute, chunks of the loss
     if process.on_gpu:
         # "high" is TF32: float32 matrix products with 10 bits of mantissa.
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
@@ -154,16 +153,18 @@ def begin_step(step: int, run: Run) -> float:
 
     Returns the learning rate for the log: --max_lr times the schedule's factor.
     """
-    scale = run.recipe.lr_scale(step, run)
+    scale = run.recipe.lr_scale(step, run.config)
     for group in run.state.optimizer.groups():
-        group["lr"] = group["initial_lr"] * scale       # as a scheduler of torch's would
-    run.recipe.begin_step(step, run)                    # Muon's momentum; GPT-2 has nothing here
+        group["lr"] = group["initial_lr"] * scale       # the rate that the group was made with
+    run.recipe.set_others(step, run)                    # Muon's momentum; GPT-2 has nothing here
     return run.config.max_lr * scale
 
 
 def train_step(step: int, run: Run) -> torch.Tensor:
-    """One optimizer step. Returns float32 (3,): loss, norm before clipping, and how many ranks a
-    signal has asked to stop. They are the same on all ranks."""
+    """One optimizer step. Returns float32 (3,): loss, norm before clipping, votes to stop.
+
+    They are the same on all ranks. In one tensor, because on a GPU they are read a step later.
+    """
     process = run.process
     state = run.state
     state.model.train()
@@ -186,7 +187,8 @@ def train_step(step: int, run: Run) -> torch.Tensor:
         loss = loss / micro_steps
         loss_accum += loss.detach()
         state.scaler.scale(loss).backward()
-    loss, votes = mean_loss_and_votes(loss_accum, process)      # of all ranks, in one message
+    # One message for the loss, and for how many ranks a signal asks to stop: then all do.
+    loss, votes = mean_loss_and_votes(loss_accum, process)
 
     # Clip, after the loss scale is taken out again. --grad_clip inf only measures the norm.
     state.scaler.unscale_(state.optimizer)
@@ -198,12 +200,13 @@ def train_step(step: int, run: Run) -> torch.Tensor:
     # Update. In float16 the scaler leaves the step out if a gradient has overflowed.
     state.scaler.step(state.optimizer)
     state.scaler.update()
+    # None, or zero on GPUs whose next micro-steps would otherwise accumulate beside DDP's buckets.
     ranks.zero_grad(state.model, process, accumulates=micro_steps > 1)
     return torch.stack((loss, norm, votes))
 
 
 def mean_loss_and_votes(loss: torch.Tensor, process: Process) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean of the ranks' losses, and how many ranks have got a signal (see `train`)."""
+    """The mean of the ranks' losses, and how many ranks have got a signal."""
     vote = torch.full_like(loss, float(process.signal != ""))
     sums = torch.stack((loss, vote))
     if process.world_size > 1:
@@ -228,7 +231,7 @@ def validation_loss(data: Data, B: int, state: TrainState, process: Process) -> 
     for x, y in process.until_stopped("validation", batches):                   # (B, T) each
         with torch.set_grad_enabled(is_compiled), state.autocast:
             _, loss = state.compiled_model(x, y)
-        targets = (y >= 0).sum()            # the loss is the mean of these
+        targets = (y >= 0).sum()            # the rows that fill up the last batch have only -1
         loss_sum += loss.detach() * targets
         count += targets
         del loss            # and with it what a backward would need, before the next batch
@@ -242,10 +245,9 @@ def hellaswag_score(run: Run) -> tuple[int, int]:
     process = run.process
     own_batches = run.hellaswag_batches[process.rank::process.world_size]
     batches = process.until_stopped("HellaSwag", own_batches)
-    acc, acc_norm, n = hellaswag.evaluate(
-        run.state.model, batches, process.device, run.state.autocast)
-    acc, acc_norm, n = process.sum(acc, acc_norm, n)
-    return int(acc_norm), int(n)
+    counts = hellaswag.evaluate(run.state.model, batches, process.device, run.state.autocast)
+    _by_sum, by_mean, n = process.sum(*counts)          # over the ranks
+    return int(by_mean), int(n)
 
 
 def print_samples(run: Run, num_samples=4, max_new_tokens=32) -> None:
@@ -281,7 +283,7 @@ def evaluate(step: int, run: Run) -> bool:
         loss = validation_loss(run.data, run.loader.B, run.state, run.process)
         check_finite(step, run, "the validation loss", loss)
         found["val"] = loss
-        found["val_tokens"] = run.data.val_count * config.sequence_length
+        found["val_tokens"] = run.data.val_count * config.sequence_length   # to compare like with like
         run.log.line(step, f"validation loss: {console.loss_text(loss, run.data)}")
 
     if hellaswag_is_due:
@@ -293,7 +295,7 @@ def evaluate(step: int, run: Run) -> bool:
         print_samples(run)
 
     if found:
-        run.output.add(step, **found)
+        run.output.add(step, **found)           # rank 0 writes
     run.output.draw_losses()
     if not val_is_due:
         return False
@@ -356,8 +358,8 @@ def train(step: int, run: Run) -> tuple[int, bool]:
             step += 1
 
             # Before an evaluation or a save this waits for the last loss, which has to be finite.
-            log_steps(launched, run, wait_for_all=something_is_due(step, config))
-            if launched.votes > 0:
+            votes = log_steps(launched, run, wait_for_all=something_is_due(step, config))
+            if votes > 0:
                 raise Stopped               # on all ranks: they have logged the same steps
 
             # Before the evaluation: a kill during the evaluation then loses nothing.
@@ -377,16 +379,18 @@ def train(step: int, run: Run) -> tuple[int, bool]:
         return step, True
 
 
-def log_steps(launched: LaunchedSteps, run: Run, wait_for_all: bool) -> None:
-    """Checks and logs the steps that are done: on a GPU all but the newest, unless it has to be."""
+def log_steps(launched: LaunchedSteps, run: Run, wait_for_all: bool) -> float:
+    """Checks and logs the steps that are done, on a GPU all but the newest. Returns their votes."""
+    all_votes = 0.0
     for done in launched.take(wait_for_all):
         loss, norm, votes = done.read_numbers()
-        launched.votes += votes
+        all_votes += votes
         check_step(done.step, run, loss, norm)          # an error if one of them is not finite
         seconds = done.seconds()
         run.log.step(done.step, loss, norm, done.lr, seconds)
         rate = run.schedule.tokens(done.step) / seconds
         run.output.add(done.step, train=loss, norm=norm, lr=done.lr, tokens_per_second=rate)
+    return all_votes
 
 
 def something_is_due(step: int, config: Config) -> bool:
@@ -400,14 +404,14 @@ def something_is_due(step: int, config: Config) -> bool:
 
 def main(argv: list[str] | None = None) -> None:
     given = FLAGS.parse(__doc__, argv)                  # {flag: value} of the command line
-    process = start_process(given.get("device", "auto"))
+    process = start_process(given.get("device", "auto"))    # first: the ranks agree on the others
     # Two errors of torch's become one line: no memory, and a machine that does not answer.
     with hardware.memory_errors(process.device), machines.lost_machines(process):
         # The flags as asked, the values that the run uses, and the checkpoint that it starts from.
         asked, config, start = resolve(given, process)
         recipe = RECIPES[config.recipe]
         if config.recipe == "gpt2":
-            recipe = GPT2                       # all of it, which recipes.py cannot import
+            recipe = GPT2                       # RECIPES has its model only, for the other scripts
         if config.eval_only:
             evaluate_only(config, recipe, start, process)
         else:
@@ -418,7 +422,7 @@ def evaluate_only(
     config: Config, recipe: Recipe, start: checkpoint.Start, process: Process
 ) -> None:
     """--eval_only: prints the validation loss of the model of --init, or of the run in --out."""
-    data = dataloader.open_same_data(config, process)
+    data = dataloader.open_data(config, process)
     model = make_model(config, start.model, process.device)
     state = make_train_state(config, recipe, model, process)
     model.eval()
@@ -436,7 +440,7 @@ def start_run(
     # Inside `together` each rank works by itself, and a mistake on one ends all of them.
     with process.together():
         schedule = make_batch_schedule(recipe, config, process.world_size)
-    data = dataloader.open_same_data(config, process)       # on all ranks, or it is an error
+    data = dataloader.open_data(config, process)
     with process.together():
         model = make_model(config, start.model, process.device)
 
@@ -447,7 +451,7 @@ def start_run(
     state = make_train_state(config, recipe, model, process)
     with process.together():
         checkpoint.restore(start, data, schedule, state)        # all but the weights, if it resumes
-    recipe.look_at_text(data.train, schedule, model, config)    # frontier: a small one backwards
+    recipe.look_at_text(data.train, schedule, model, config)    # frontier may read it backwards
     console.print_header(config, process, data, model, schedule, start)
 
     # The sequences of a micro-batch. With --compile, or "auto" on a GPU, one micro-step is tried.
@@ -470,10 +474,10 @@ def start_run(
     run = Run(
         config=config, asked=asked, recipe=recipe, process=process, schedule=schedule, data=data,
         loader=loader, hellaswag_batches=hellaswag_batches, state=state, output=output, log=log)
-    with output, closing(loader):
+    with output, closing(loader):                   # the files, and the thread that reads ahead
         step, stopped = train(start.step, run)
     console.print_summary(run, step, stopped)
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main)       # an error is one line and an exit code

@@ -333,7 +333,7 @@ class ValBatches:
             yield x, y
 
 
-def open_data(config) -> Data:
+def read_data(config) -> Data:
     """The data of a run: the shards of --data, or with --overfit one batch of input.txt."""
     T, vocab_size = config.sequence_length, config.vocab_size
     if config.overfit:
@@ -352,10 +352,10 @@ def open_data(config) -> Data:
     return Data(train, val, min(val.total, val_count), unfinished(config.data))
 
 
-def open_same_data(config, process) -> Data:
-    """open_data. UserError if the ranks have different data; names of files may differ."""
+def open_data(config, process) -> Data:
+    """read_data. UserError if the ranks have different data; names of files may differ."""
     with process.together():
-        data = open_data(config)
+        data = read_data(config)
     contents = {}
     for split, shards in data.fingerprints().items():
         for i, (_, *content) in enumerate(shards):

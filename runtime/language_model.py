@@ -83,7 +83,7 @@ def sample_token(
 
 # ---------------------------------------------------------------------- before training
 
-def prepare(model: nn.Module, config, process) -> None:
+def set_how_to_compute(model: nn.Module, config, process) -> None:
     """Has the model compute as the flags and the device want it, which changes rounding only."""
     model.use_attention(config.attention)
     if config.recompute:

@@ -38,7 +38,6 @@ class LaunchedSteps:
         self.process = process
         self.steps = deque()            # the oldest first
         self.began = None               # where the next step begins; None: where it is launched
-        self.votes = 0.0                # of ranks that a signal asks to stop, in the steps logged
 
     def begin(self) -> None:
         """Notes when a step begins: where the last one ended, unless all were waited for."""

@@ -10,8 +10,8 @@ from runtime.cli import UserError
 class Recipe:
     """A model, and how it is trained: all in which one recipe differs from another.
 
-    `config` is config.Config. `progress` is the share of the run's tokens that came before a step,
-    from 0 to 1. Schedules keep no state of their own: a resumed run continues them exactly.
+    `config` is config.Config. Schedules keep no state of their own: a resumed run continues them
+    exactly.
     """
     # The class of the model, a runtime.language_model.LanguageModel.
     model: type
@@ -20,11 +20,10 @@ class Recipe:
     # group is its peak, which lr_scale multiplies.
     make_optimizers: Callable | None = None
 
-    # (step, run) -> the factor by which every learning rate is multiplied; `run` is a
-    # train_gpt2.Run.
+    # (step, config) -> the factor by which every learning rate is multiplied.
     lr_scale: Callable | None = None
 
-    # (progress, config) -> the momentum of every group that has a "momentum", as Muon's have.
+    # (step, config) -> the momentum of every group that has a "momentum", as Muon's have.
     momentum: Callable | None = None
 
     # (config) -> the batch schedule's divisors; see BatchSchedule.
@@ -48,10 +47,10 @@ class Recipe:
     # (config) -> {flag: value}: what "auto" means in this recipe.
     automatic: Callable = lambda config: {}
 
-    def begin_step(self, step: int, run) -> None:
+    def set_others(self, step: int, run) -> None:
         """Sets what this recipe changes beside the learning rates. `run` is a train_gpt2.Run."""
         if self.momentum:
-            momentum = self.momentum(run.schedule.progress(step), run.config)
+            momentum = self.momentum(step, run.config)
             for group in run.state.optimizer.groups():
                 if "momentum" in group:
                     group["momentum"] = momentum
