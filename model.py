@@ -40,9 +40,9 @@ from runtime.layers import (
 class GPTConfig:
     block_size: int = 1024      # longest sequence
 
-    # 50,000 merges, 256 bytes and <|endoftext|>. Training pads them (config.py) to 50304, a multiple
-    # of 128, because GPUs multiply matrices of such sizes faster. The 47 padding ids are in the
-    # softmax, but never a target, and generation never draws them.
+    # 50,000 merges, 256 bytes and <|endoftext|>. For training config.py pads them to 50304, a
+    # multiple of 128, because GPUs multiply matrices of such sizes faster. The 47 padding ids are
+    # in the softmax, but never a target, and generation never draws them.
     vocab_size: int = 50257
 
     n_layer: int = 12

@@ -283,7 +283,8 @@ def evaluate(step: int, run: Run) -> bool:
         loss = validation_loss(run.data, run.loader.B, run.state, run.process)
         check_finite(step, run, "the validation loss", loss)
         found["val"] = loss
-        found["val_tokens"] = run.data.val_count * config.sequence_length   # to compare like with like
+        # Losses over other tokens are not compared with this one.
+        found["val_tokens"] = run.data.val_count * config.sequence_length
         run.log.line(step, f"validation loss: {console.loss_text(loss, run.data)}")
 
     if hellaswag_is_due:
