@@ -84,7 +84,7 @@ def make_model(config: Config, loaded: nn.Module | None, device: str) -> nn.Modu
     """The model that was `loaded` for --init or from a checkpoint, or a new one, on the device."""
     torch.manual_seed(config.seed)          # all ranks draw the same weights
     model = loaded or fresh_model(config)   # of the size that the flags say
-    return model.to(device)
+    return model.to(device).train()
 
 
 @dataclass
@@ -189,6 +189,7 @@ def train_step(step: int, run: Run) -> torch.Tensor:
         state.scaler.scale(loss).backward()
     # One message for the loss, and for how many ranks a signal asks to stop: then all do.
     loss, votes = mean_loss_and_votes(loss_accum, process)
+    ranks.seed_step(run.config.seed, step)              # what you draw from here on, all ranks draw
 
     # Clip, after the loss scale is taken out again. --grad_clip inf only measures the norm.
     state.scaler.unscale_(state.optimizer)
@@ -426,6 +427,7 @@ def evaluate_only(
     data = dataloader.open_data(config, process)
     model = make_model(config, start.model, process.device)
     state = make_train_state(config, recipe, model, process)
+    checkpoint.restore_others(start, state)
     model.eval()
     B = micro_batch.most_sequences(config)              # --batch_size, without a trial
     loss = validation_loss(data, B, state, process)

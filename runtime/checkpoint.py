@@ -177,8 +177,7 @@ def restore(start: Start, data, schedule: BatchSchedule, state) -> None:
     `state` is a train_gpt2.TrainState. UserError if the run has used other shards than those in
     --data, by their content.
     """
-    for name, other in state.others.items():
-        check_plain(other.state_dict(), name)           # now, and not when it is saved
+    restore_others(start, state)
     if start.path is None:
         return
     checkpoint = start.checkpoint
@@ -200,8 +199,6 @@ def restore(start: Start, data, schedule: BatchSchedule, state) -> None:
             put_on_device(one)
         for group, changed in zip(state.optimizer.groups(), checkpoint["groups"], strict=True):
             group.update(changed)
-        for name, other in state.others.items():
-            other.load_state_dict(on_tensors(torch.clone, checkpoint["others"][name]))
 
         if state.scaler.is_enabled() and checkpoint["scaler"]:
             if not 0 < checkpoint["scaler"]["scale"] < math.inf:
@@ -211,6 +208,15 @@ def restore(start: Start, data, schedule: BatchSchedule, state) -> None:
 
     # Its tensors are mapped from the file, which would keep its disk space even when it is removed.
     start.checkpoint = None
+
+
+def restore_others(start: Start, state) -> None:
+    """Loads the `others` of a train state: an average of the weights may be what is evaluated."""
+    for name, other in state.others.items():
+        check_plain(other.state_dict(), name)           # now, and not when it is saved
+        if start.path is not None:
+            with reading_run_state(start.path, start.remedy):
+                other.load_state_dict(on_tensors(torch.clone, start.checkpoint["others"][name]))
 
 
 def contents_of(fingerprint: list) -> list:
@@ -302,7 +308,7 @@ def outline(state: dict) -> dict:
 
 def check_content(content: dict, path: Path) -> None:
     """RunError if a weight or a moment is not finite: such a checkpoint would replace good ones."""
-    values = content["model"] | content["others"]
+    values = dict(content["model"])         # the others may hold inf: the best loss so far, say
     for name, state in content["optimizers"].items():
         for key, value in state.items():
             values[f"{key} of {name}"] = value

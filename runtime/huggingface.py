@@ -12,7 +12,7 @@ from torch import Tensor
 
 from runtime.cli import UserError, brief_error, print_error, unexpected
 from runtime.files import reading, replace_file
-from runtime.tokenizer import ASSETS, EOT, VOCAB_SIZE, bpe_file
+from runtime.tokenizer import ASSETS, EOT, VOCAB_SIZE, bpe_file, token_bytes
 from runtime.weights import EMBEDDING, HEAD, build_model, gpt2_in_our_names
 
 # The models on the hub whose owner, openai-community, can be left out.
@@ -328,6 +328,9 @@ def save_model(model, folder: str | Path) -> None:
 
 def export_files(model) -> dict[str, bytes]:
     """{name: content} of the EXPORTED files, in the order in which they are to be written."""
+    if VOCAB_SIZE != len(token_bytes()) + 1:
+        raise UserError(f"runtime/tokenizer.py has {VOCAB_SIZE} tokens, and an export is written "
+                        "with GPT-2's tokenizer: write yours in runtime/huggingface.py")
     if model.recipe == "gpt2":
         config, weights = export_gpt2(model)
     else:

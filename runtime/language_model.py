@@ -4,6 +4,7 @@ Shapes: B sequences, C = n_embd. Of S tokens the last T are new, the others are 
 """
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -43,12 +44,6 @@ class KVCache:
         for whole, tensor in zip(self.tensors[layer], new, strict=True):
             whole[:, self.length:S] = tensor
         return [whole[:, :S] for whole in self.tensors[layer]]
-
-    def without_tokens(self) -> "KVCache":
-        """Another one for the same generation, without tokens."""
-        other = KVCache(self.room)
-        other.constants = self.constants
-        return other
 
     def once(self, function):
         """function(), which is called once in a generation."""
@@ -135,6 +130,37 @@ def same_next_token(logits: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
     return bool((logits - other).square().mean().sqrt() <= tolerance * other.std())
 
 
+# ---------------------------------------------------------------------- blocks computed twice
+
+def recomputed(block: nn.Module, forward: Callable, *inputs):
+    """forward(*inputs), which the backward computes again, with the buffers that the block had.
+
+    So what a forward changes in them, such as the balance of experts, it changes once.
+    """
+    owners = [(m, name) for m in block.modules() for name, _ in m.named_buffers(recurse=False)]
+    if not owners or torch.compiler.is_compiling():
+        return checkpoint(forward, *inputs, use_reentrant=False)
+
+    def swap(tensors):
+        others = [getattr(module, name) for module, name in owners]
+        for (module, name), tensor in zip(owners, tensors, strict=True):
+            setattr(module, name, tensor)
+        return others
+
+    before = [getattr(module, name).clone() for module, name in owners]
+
+    @contextmanager
+    def as_before():
+        now = swap(before)
+        try:
+            yield
+        finally:
+            swap(now)
+
+    return checkpoint(
+        forward, *inputs, use_reentrant=False, context_fn=lambda: (nullcontext(), as_before()))
+
+
 # ---------------------------------------------------------------------- the class
 
 class LanguageModel(nn.Module):
@@ -146,6 +172,9 @@ class LanguageModel(nn.Module):
     of those that are not in the KVCache.
     """
     recipe = ""                 # the name of its recipe, which checkpoints and exports carry
+
+    # The length up to which the cache of generation has been compared with whole forwards.
+    checked_room = 0
 
     # How many tokens' logits the loss holds in memory at a time. 0: those of all. See use_chunks.
     loss_chunk = 0
@@ -171,7 +200,7 @@ class LanguageModel(nn.Module):
     def recompute_blocks(self) -> None:
         """From now on the backward computes each block again, to keep less (arXiv:1604.06174)."""
         for block in self.transformer.h:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            block.forward = partial(recomputed, block, block.forward)
 
     def use_chunks(self, chunk: int = 2048) -> bool:
         """Computes the loss of so many tokens at a time from now on, which is faster on a CPU.
@@ -247,28 +276,46 @@ class LanguageModel(nn.Module):
         """
         block_size = self.config.block_size
         past = KVCache(min(idx.size(1) + max_new_tokens, block_size))
-        has_cache = True
-        for i in range(max_new_tokens):
+        has_cache = self.cache_is_right(past.room, idx.device)
+        for _ in range(max_new_tokens):
             if idx.size(1) > block_size or not has_cache:
                 # Beyond block_size the position of each token changes with every new one, so that
                 # no key of the cache can be used again.
                 past.length = 0
             context = idx[:, -block_size:]                                      # (B, S)
             logits = self.next_logits(context, past).float()                    # (B, vocab_size)
-
-            # A model that somebody has changed may compute something else with the cache. So it is
-            # compared with a whole forward after 1, 2, 4, 8 ... tokens.
-            if past.length > 0 and i.bit_count() == 1:
-                whole = self.next_logits(context, past.without_tokens()).float()
-                if not same_next_token(logits, whole, matmul_dtype(self.lm_head.weight)):
-                    print("this model computes something else with the cache of keys and values: "
-                          "generating without it, which takes more time", file=sys.stderr)
-                    has_cache = False
-                    logits = whole
             past.length = context.size(1)
             new = sample_token(logits, temperature, top_k, generator)           # (B, 1)
             idx = torch.cat((idx, new), dim=1)
             yield new
+
+    def cache_is_right(self, room: int, device: torch.device) -> bool:
+        """Whether the model, which somebody may have changed, computes the same with its cache.
+
+        The first generation of a length compares it with a whole forward, on random tokens. They
+        are as many as the generation will have, because a window shows only behind its length.
+        """
+        if room <= self.checked_room:
+            return True
+        block_size = self.config.block_size
+        S = min(block_size, max(2 * self.checked_room, room, 4))            # not for each new token
+        if S < 4:
+            return True
+        generator = torch.Generator().manual_seed(0)
+        idx = torch.randint(0, min(self.config.vocab_size, VOCAB_SIZE), (1, S), generator=generator)
+        idx = idx.to(device)
+
+        past = KVCache(S)
+        for length in range(S - 3, S + 1):      # a prompt, and three tokens after it
+            logits = self.next_logits(idx[:, :length], past).float()
+            past.length = length
+        whole = self.next_logits(idx, KVCache(S)).float()
+        if same_next_token(logits, whole, matmul_dtype(self.lm_head.weight)):
+            self.checked_room = S
+            return True
+        print("this model computes something else with the cache of keys and values: generating "
+              "without it, which takes more time", file=sys.stderr)
+        return False
 
     def flops_per_token(self, sequence_length: int) -> int:
         """FLOPs of a token, forward and backward: 6 N + 12 n_layer n_embd T.

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from runtime.cli import RunError, brief_error
+from runtime.cli import RunError, UserError, brief_error
 from runtime.hardware import is_out_of_memory
 from runtime.recipe import BatchSchedule
 
@@ -50,6 +50,7 @@ def time_micro_step(state, T: int, device: str, B: int, reserved: int = 0) -> fl
             began = time.perf_counter()
             # A rank that runs out of memory must not leave the others waiting for its gradients.
             trial_micro_step(state, T, device, B, exchange=False)
+            check_gradients(state)
             grads = [p.grad for p in state.model.parameters() if p.grad is not None]
             grads[0].sum().item()                               # waits for a GPU
             seconds = time.perf_counter() - began
@@ -77,14 +78,28 @@ def trial_micro_step(state, T: int, device: str, B: int, exchange: bool) -> None
         buffer.copy_(content)
 
 
-def settle_buckets(state, T: int, device: str, B: int) -> None:
+def check_gradients(state) -> None:
+    """UserError for a parameter that had no gradient in a trial: DDP would wait for it."""
+    ddp = state.ddp_model
+    if not isinstance(ddp, DDP) or ddp.find_unused_parameters:
+        return
+    for name, p in state.model.named_parameters():
+        if p.requires_grad and p.grad is None:
+            raise UserError(f"{name} gets no gradient, for which several processes wait: remove "
+                            "it, freeze it (requires_grad_), or add find_unused_parameters=True "
+                            "to DDP in train_gpt2.py")
+
+
+def settle_buckets(state, T: int, process, B: int) -> None:
     """Has DDP make its buckets of gradients, which are final from the first step on.
 
     DDP sorts the gradients into other buckets after it has averaged them once. With three ranks or
     more the sum is rounded otherwise in another bucket: the first step of a resumed run would not
     have the bits that it has in a whole run.
     """
-    trial_micro_step(state, T, device, B, exchange=True)
+    trial_micro_step(state, T, process.device, B, exchange=True)
+    with process.together():
+        check_gradients(state)
     state.model.zero_grad(set_to_none=True)
 
 
@@ -123,7 +138,7 @@ def choose_micro_batch(config, schedule: BatchSchedule, state, process) -> int:
     if process.on_gpu:
         torch.cuda.reset_peak_memory_stats()        # what the trials took is no need of the run
     elif process.world_size > 1:
-        settle_buckets(state, config.sequence_length, process.device, B)
+        settle_buckets(state, config.sequence_length, process, B)
     return B
 
 
@@ -168,6 +183,8 @@ def fits_in_memory(trial: Callable, B: int, may_shrink: bool, compiled: bool) ->
     try:
         trial(B)
         return True
+    except UserError:
+        raise
     except Exception as error:          # the compiler, its backend and Triton raise many types
         if is_out_of_memory(error):
             if may_shrink and B > 1:

@@ -18,7 +18,6 @@ from recipes import fresh_model, load_model
 from runtime import checkpoint
 from runtime.checkpoint import Start
 from runtime.cli import RunError, UserError
-from runtime.language_model import KVCache
 from runtime.micro_batch import time_micro_step
 from runtime.ranks import Process
 
@@ -446,15 +445,21 @@ def test_a_cache_that_computes_something_else_is_told_and_not_used(cls, is_told,
     assert ("cache" in capsys.readouterr().err) == is_told
 
 
-def test_the_comparison_leaves_the_cache_as_it_was():
-    past = KVCache(8)
-    layer = nn.Identity()
-    past.append(layer, torch.ones(1, 2, 3))
-    past.length = 2
-    other = past.without_tokens()
-    other.append(layer, torch.zeros(1, 3, 3))
-    [kept] = past.append(layer, torch.ones(1, 1, 3))
-    assert kept.eq(1).all() and other.length == 0
+def test_a_cache_is_compared_once_and_again_for_longer_texts(monkeypatch):
+    net = GPT(GPTConfig(**TINY)).eval()
+    lengths = []
+    next_logits = net.next_logits
+
+    def noted(idx, past):
+        lengths.append(idx.size(1))
+        return next_logits(idx, past)
+
+    net.next_logits = noted
+    for _ in range(2):
+        net.generate(tokens(1, 3), 5)
+    assert lengths == [5, 6, 7, 8, 8] + 2 * [3, 4, 5, 6, 7]
+    net.generate(tokens(1, 3), 6)
+    assert len(lengths) == 15 + 5 + 6
 
 
 # ----------------------------------------------------------------------------- exports
