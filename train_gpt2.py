@@ -161,10 +161,7 @@ def begin_step(step: int, run: Run) -> float:
 
 
 def train_step(step: int, run: Run) -> torch.Tensor:
-    """One optimizer step. Returns float32 (3,): loss, norm before clipping, votes to stop.
-
-    They are the same on all ranks. In one tensor, because on a GPU they are read a step later.
-    """
+    """One optimizer step. Returns float32 (3,): loss, norm before clipping, votes to stop."""
     process = run.process
     state = run.state
     state.model.train()
@@ -187,13 +184,14 @@ def train_step(step: int, run: Run) -> torch.Tensor:
         loss = loss / micro_steps
         loss_accum += loss.detach()
         state.scaler.scale(loss).backward()
+
     # One message for the loss, and for how many ranks a signal asks to stop: then all do.
     loss, votes = mean_loss_and_votes(loss_accum, process)
     ranks.seed_step(run.config.seed, step)              # what you draw from here on, all ranks draw
 
     # Clip, after the loss scale is taken out again. --grad_clip inf only measures the norm.
     state.scaler.unscale_(state.optimizer)
-    parameters = [p for p in state.model.parameters() if p.grad is not None]
+    parameters = [p for p in state.model.parameters() if p.grad is not None]    # None: frozen
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
     if run.config.grad_clip < math.inf:
         torch.nn.utils.clip_grads_with_norm_(parameters, run.config.grad_clip, norm)
@@ -201,9 +199,11 @@ def train_step(step: int, run: Run) -> torch.Tensor:
     # Update. In float16 the scaler leaves the step out if a gradient has overflowed.
     state.scaler.step(state.optimizer)
     state.scaler.update()
-    # None, or zero on GPUs whose next micro-steps would otherwise accumulate beside DDP's buckets.
-    ranks.zero_grad(state.model, process, accumulates=micro_steps > 1)
-    return torch.stack((loss, norm, votes))
+
+    # Gradients become None. But GPUs that accumulate would need memory beside DDP's buckets then.
+    keeps_buckets = process.on_gpu and process.world_size > 1 and micro_steps > 1
+    state.model.zero_grad(set_to_none=not keeps_buckets)
+    return torch.stack((loss, norm, votes))     # one tensor, because a GPU's is read a step later
 
 
 def mean_loss_and_votes(loss: torch.Tensor, process: Process) -> tuple[torch.Tensor, torch.Tensor]:
@@ -286,7 +286,8 @@ def evaluate(step: int, run: Run) -> bool:
         found["val"] = loss
         # Losses over other tokens are not compared with this one.
         found["val_tokens"] = run.data.val_count * config.sequence_length
-        run.log.line(step, f"validation loss: {console.loss_text(loss, run.data)}")
+        text = console.loss_text(loss, run.data)                # and the bits per byte of the text
+        run.log.line(step, f"validation loss: {text}")
 
     if hellaswag_is_due:
         correct, n = hellaswag_score(run)
@@ -440,7 +441,7 @@ def start_run(
     asked: dict, config: Config, recipe: Recipe, start: checkpoint.Start, process: Process
 ) -> None:
     """Makes the parts of a run, and trains; with --dry_run it ends before that."""
-    # Inside `together` each rank works by itself, and a mistake on one ends all of them.
+    # Inside `together`, as in open_data, a mistake on one rank ends all of them.
     with process.together():
         schedule = make_batch_schedule(recipe, config, process.world_size)
     data = dataloader.open_data(config, process)
@@ -454,7 +455,8 @@ def start_run(
     state = make_train_state(config, recipe, model, process)
     with process.together():
         checkpoint.restore(start, data, schedule, state)        # all but the weights, if it resumes
-    recipe.look_at_text(data.train, schedule, model, config)    # frontier may read it backwards
+    # frontier reads the first epoch of a small text backwards.
+    recipe.look_at_text(data.train, schedule, model, config)
     console.print_header(config, process, data, model, schedule, start)
 
     # The sequences of a micro-batch. With --compile, or "auto" on a GPU, one micro-step is tried.

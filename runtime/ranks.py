@@ -274,15 +274,6 @@ def seed_step(*numbers: int) -> None:
     torch.manual_seed(int(first))
 
 
-def zero_grad(model: torch.nn.Module, process: Process, accumulates: bool) -> None:
-    """model.zero_grad(). `accumulates`: whether a step has several micro-batches."""
-    # DDP's gradients are views of its buckets. If a step accumulates on a GPU, they are zeroed and
-    # stay there: with None the next one would accumulate in new memory. On a CPU they become None,
-    # as after a resume, so that its bits are the same: DDP rounds the mean of views otherwise.
-    keep_views = process.on_gpu and process.world_size > 1 and accumulates
-    model.zero_grad(set_to_none=not keep_views)
-
-
 def bucket_size(model: torch.nn.Module) -> int:
     """MiB of gradients that DDP sends at a time: those of whole blocks, 25 MiB or more."""
     # DDP cuts a compiled model where a bucket is full, so that it is sent while the backward goes
