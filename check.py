@@ -1,0 +1,787 @@
+"""What is wrong with my model? Looks for mistakes in what you have changed: model, loss, loop.
+
+    python check.py                             a small GPT-2 of model.py, in train_gpt2.py
+    python check.py --recipe frontier --n_layer 3
+    python check.py --model log                 the forward of a model that you have trained
+    python check.py --fast                      seconds: starts no processes and no compiler
+
+Each check prints a line with what it has measured, and where it FAILED the likely causes. They come
+in the order in which one debugs: repair the first one first. The exit code is 1 if any has failed.
+Flags that are not given are those of a small model, not the defaults of train_gpt2.py.
+
+What you mean is no mistake, if the model says so:
+
+    p.requires_grad_(False) in __init__     this parameter is frozen: no step moves it
+    window = 128 on the class or the model  of the past a token need not see more than 128 tokens,
+                                            itself among them
+"""
+# A check is a function whose docstring is printed when it fails: the first line says what has to
+# hold, the rest what breaks it. First comes what all of them use.
+import dataclasses
+import logging
+import math
+import os
+import re
+import shutil
+import tempfile
+import textwrap
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+import train_gpt2
+from config import FLAGS, MODEL, Config, resolve
+from recipes import RECIPES, fresh_model, load_model
+from runtime import checkpoint
+from runtime.cli import MODEL_HELP, FlagParser, UserError, run_command
+from runtime.console import StepLog
+from runtime.dataloader import TrainLoader, open_data
+from runtime.flags import add_flag
+from runtime.language_model import KVCache
+from runtime.output import Output
+from runtime.ranks import Process
+from runtime.recipe import make_batch_schedule
+from runtime.shards import write_shard
+from runtime.tokenizer import VOCAB_SIZE
+from runtime.weights import read_checkpoint
+
+SHAPE = dict(n_layer=2, n_head=2, n_embd=64, block_size=32, vocab_size=256)
+SEQUENCES = 24              # of a step: 2 and 3 processes can share them, and frontier's quarter
+STEPS_BY_HEART = 120
+ROUNDING = 1e-4             # more than float32 rounds, less than a mistake changes
+
+
+class Failed(Exception):
+    """What a check has measured, and should not have."""
+
+
+def expect(holds: bool, figure: str) -> str:
+    """The figure, if it is as it has to be."""
+    if not holds:
+        raise Failed(figure)
+    return figure
+
+
+# ----------------------------------------------------------------------------- the lab
+
+class Quiet(Process):
+    """A process whose runs print nothing."""
+
+    def print0(self, *args):
+        pass
+
+
+class Lab:
+    """Small models of a recipe, random tokens, and the runs that train_gpt2.py makes of them.
+
+    `given`, {flag: value}, is the command line. `source` is what load_model reads; "" for new
+    weights. x and y, int64 (2, T), are what the checks of the forward take.
+    """
+
+    def __init__(self, given: dict, folder: Path, source: str = ""):
+        self.given = given
+        self.source = source
+        self.folder = folder
+        self.shape = dict(SHAPE)
+        self.loaded = None
+        if source:
+            self.loaded = load_model(source)
+            given = given_with_recipe(given, source, self.loaded.recipe)
+            largest = SHAPE | {"block_size": 64}
+            for name, size in largest.items():
+                self.shape[name] = min(size, getattr(self.loaded.config, name))
+        self.shape |= {name: given[name] for name in SHAPE if name in given}
+
+        # AdamW's rate for so narrow a model. The rates of other recipes hold for any width.
+        recipe = given.get("recipe", "gpt2")
+        self.recipe = train_gpt2.GPT2 if recipe == "gpt2" else RECIPES[recipe]
+        T = self.shape["block_size"]
+        rates = {"max_lr": 3e-3, "warmup_steps": 0} | self.recipe.rates
+        self.flags = rates | self.shape | given | dict(
+            data=str(folder / "random"), out=str(folder / "new"), total_batch_size=SEQUENCES * T,
+            max_steps=4, val_every=2, val_tokens=10 * T, hellaswag_every=0, sample_every=0,
+            checkpoint_every=2, device="cpu", dtype="float32", compile=False)
+        _, self.config, _ = resolve(self.flags, Quiet())
+
+        # Ids that pad the vocabulary are no tokens.
+        tokens = np.random.default_rng(0).integers(
+            min(self.config.vocab_size, VOCAB_SIZE), size=220 * T).astype(np.uint16)
+        for name, count in (("random", 200 * T), ("by_heart", 4 * T + 1)):
+            (folder / name).mkdir(exist_ok=True)
+            write_shard(folder / name / "val_000000.npy", tokens[:20 * T])
+            write_shard(folder / name / "train_000001.npy", tokens[20 * T:][:count])
+        rows = torch.from_numpy(tokens[:2 * (T + 1)].astype(np.int64)).view(2, T + 1)
+        self.x, self.y = rows[:, :-1], rows[:, 1:]
+
+    def new_model(self) -> nn.Module:
+        """A small model with the weights that a run begins with."""
+        torch.manual_seed(self.config.seed)
+        if self.loaded:
+            return type(self.loaded)(dataclasses.replace(self.loaded.config, **self.shape))
+        return fresh_model(self.config)
+
+    def small_model(self) -> nn.Module:
+        return with_noise(self.new_model())
+
+    def model(self) -> nn.Module:
+        """The model for the checks of the forward, in eval(): that of --model, or a small one."""
+        return (self.loaded or self.small_model()).eval()
+
+    def run(self, process: Process | None = None, B: int = 0, **flags) -> train_gpt2.Run:
+        """A run, as start_run makes it: of a new model, or of the checkpoint in its --out.
+
+        `B`: the sequences of a micro-step; 0 means all that a process has of the first step.
+        """
+        process = process or Quiet()
+        asked, config, start = resolve(self.flags | flags, process)
+        schedule = make_batch_schedule(self.recipe, config, process.world_size)
+        data = open_data(config)
+        model = start.model = start.model or self.new_model()
+        state = train_gpt2.make_train_state(config, self.recipe, model, process)
+        checkpoint.restore(start, data, schedule, state)
+        if B == 0:
+            B = schedule.tokens(0) // config.sequence_length // process.world_size
+        Path(config.out).mkdir(exist_ok=True)
+        return train_gpt2.Run(
+            asked=asked, config=config, recipe=self.recipe, process=process,
+            schedule=schedule, data=data,
+            loader=TrainLoader(data.train, schedule, B, start.step, process),
+            hellaswag_batches=[], state=state, output=Output(config, process, schedule),
+            log=StepLog(process, schedule, flops_per_token=0))
+
+
+def given_with_recipe(given: dict, source: str, recipe: str) -> dict:
+    if given.get("recipe", recipe) != recipe:
+        raise UserError(f"--recipe {given['recipe']} contradicts --model {source}, whose recipe is "
+                        f"{recipe}: leave --recipe out")
+    return given | {"recipe": recipe}
+
+
+@torch.no_grad()
+def with_noise(model: nn.Module) -> nn.Module:
+    """The model with noise in all weights: behind the zeros of a new one mistakes would hide."""
+    torch.manual_seed(1)
+    for p in model.parameters():
+        p.add_(0.1 * torch.randn_like(p))
+    return model
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    """The model with all rates of dropout at 0, as far as they are attributes of its modules."""
+    for module in model.modules():
+        for name in dropout_rates(module):
+            setattr(module, name, 0.0)
+    return model
+
+
+def dropout_rates(module: nn.Module) -> list[str]:
+    """The names of the attributes of one module that are rates of dropout above 0."""
+    names = ["dropout"]                 # nanoGPT's, for the kernel of attention
+    if isinstance(module, nn.Dropout):
+        names = ["p"]
+    rates = {name: getattr(module, name, None) for name in names}
+    return [name for name, rate in rates.items() if isinstance(rate, float) and rate > 0]
+
+
+@torch.no_grad()
+def is_random(lab: Lab, change: Callable = without_dropout) -> bool:
+    """Whether the loss in train() depends on the seed, of a model that `change` has changed."""
+    losses = []
+    for seed in (1, 2):
+        model = change(lab.small_model()).train()       # a new one, because a forward may change it
+        torch.manual_seed(seed)
+        _, loss = model(lab.x, lab.y)
+        losses.append(loss.item())
+    return losses[0] != losses[1]
+
+
+def distance(a: Tensor, b: Tensor, floor: float = 1e-12) -> float:
+    """How far two tensors are apart, by the largest number of the second. nan is infinitely far."""
+    difference = ((a - b).abs().max() / (b.abs().max() + floor)).item()
+    return math.inf if math.isnan(difference) else difference
+
+
+def gradients(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """{parameter's name: its gradient} of the loss. The model's random numbers start anew."""
+    torch.manual_seed(0)
+    model.zero_grad()
+    _, loss = model(x, y)
+    loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def expect_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> str:
+    """Two {parameter's name: its gradient} have to be equal but for rounding."""
+    if found.keys() != expected.keys():
+        raise Failed(f"only one has a gradient of {min(found.keys() ^ expected.keys())}")
+    # A gradient that is 0 but for rounding is compared with the others.
+    floor = 1e-2 * max(tensor.abs().max().item() for tensor in expected.values())
+    largest, name = max((distance(found[name], expected[name], floor), name) for name in expected)
+    return expect(largest < ROUNDING, f"gradients differ by {largest:.0e} ({name})")
+
+
+class Gradients:
+    """In the place of the optimizers: keeps the gradients with which train_step calls step()."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+
+    def step(self):
+        self.found = {}
+        for name, p in self.model.named_parameters():
+            if p.grad is not None:
+                self.found[name] = p.grad.clone()
+
+
+def gradients_of_step(lab: Lab, process: Process | None = None, B: int = 0) -> dict[str, Tensor]:
+    """{name: its gradient} in the first train_step of a run, with the loss and the norm."""
+    run = lab.run(process, B, grad_clip=math.inf)
+    model = without_dropout(with_noise(run.state.model))
+    run.state.optimizer = Gradients(model)
+    loss, norm, votes = train_gpt2.train_step(0, run)
+    run.loader.close()
+    return {"the loss": loss, "the norm": norm} | run.state.optimizer.found
+
+
+# ----------------------------------------------------------------------------- what is printed
+
+def names_of(model: nn.Module) -> dict[Tensor, list[str]]:
+    """{parameter: all its names}: one that is tied has several."""
+    names = defaultdict(list)
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names[p].append(name)
+    return names
+
+
+def describe(model: nn.Module) -> str:
+    """The deviation of each kind of parameter of a new model, and what is tied and frozen."""
+    of_kind = defaultdict(list)         # {kind: its parameters}
+    groups = defaultdict(list)          # {deviation, or what else: kinds}
+    for p, names in names_of(model).items():
+        # transformer.h.0.mlp.c_fc.weight, of each block -> h.*.mlp.c_fc.weight
+        kind = re.sub(r"\.\d+\.", ".*.", names[0]).removeprefix("transformer.")
+        of_kind[kind].append(p.detach().flatten())
+        if len(names) > 1:
+            groups["tied"].append(" = ".join(names))
+        if not p.requires_grad:
+            groups["frozen"].append(names[0])
+    for kind, parameters in of_kind.items():
+        numbers = torch.cat(parameters)
+        deviation = f"{numbers.std(correction=0).item():.2g}"
+        if numbers.min() == numbers.max():
+            deviation = f"all {numbers[0].item():.3g}"
+        groups[deviation].append(kind)
+
+    lines = []
+    for group in sorted(groups):
+        line = f"{group:>8}  {', '.join(groups[group])}"
+        lines.append(textwrap.fill(line, 100, subsequent_indent=" " * 10))
+    return "\n".join(["deviations at the start:", *lines])
+
+
+# ----------------------------------------------------------------------------- the loss
+
+@torch.no_grad()
+def same_in_eval(lab: Lab) -> str:
+    """In eval() a model has the same logits twice.
+
+    Dropout is on: F.dropout lacks training=self.training. Or a forward changes a state.
+    """
+    model = lab.model()
+    difference = distance(model(lab.x)[0], model(lab.x)[0])
+    return expect(difference == 0, f"logits differ by {difference:.0e}")
+
+
+@torch.no_grad()
+def loss_of_targets(lab: Lab) -> str:
+    """In eval() the loss is the mean cross-entropy of logits and targets, without those of -1.
+
+    It is of the inputs, or shifted twice; or what only training wants (label smoothing, z-loss, a
+    second head) is not under `if self.training`, and so is in the validation loss.
+    """
+    model = lab.model()
+    logits, _ = model(lab.x)
+    figures = []
+    for targets in (lab.y, lab.y.flip(0)):          # other targets have another loss
+        targets = targets.clone()
+        targets[:, ::3] = -1
+        expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1).item()
+        _, loss = model(lab.x, targets)
+        figures.append(f"{loss:.5f}, of the logits {expected:.5f}")
+        expect(abs(loss.item() - expected) < ROUNDING * expected, figures[-1])
+    return figures[0]
+
+
+def loss_in_chunks(lab: Lab) -> str:
+    """The loss in chunks, by which a CPU trains, has the gradients of the model's own loss.
+
+    use_chunks compares the two by itself, at hidden states. It does not see what `forward` adds.
+    """
+    model = without_dropout(lab.small_model())
+    own = gradients(model, lab.x, lab.y)
+    if not model.use_chunks(chunk=7):
+        return "none: the loss is another one, and a CPU takes more time for it"
+    return expect_same(gradients(model, lab.x, lab.y), own)
+
+
+@torch.no_grad()
+def first_loss(lab: Lab) -> str:
+    """A new model knows nothing: its loss is ln V.
+
+    Higher: the initial weights of the head or the embedding are too wide, or the last norm is
+    missing. Lower: the model sees its targets, or the loss is not a mean in nats.
+    """
+    # At the width of a real run, because the logits of a wider model are larger.
+    config = FLAGS.merge({"n_layer": 2, "n_head": lab.config.n_head} | lab.given)
+    torch.manual_seed(0)
+    idx, targets = torch.randint(config.vocab_size, (2, 4, min(32, config.block_size)))
+    _, loss = fresh_model(config).eval()(idx, targets)
+    expected = math.log(config.vocab_size)
+    return expect(abs(loss.item() - expected) < 0.5, f"{loss:.3f}, and ln V is {expected:.3f}")
+
+
+# ----------------------------------------------------------------------------- the forward
+
+def some_places(T: int) -> list[int]:
+    """8 of T places, the first, the second and the last among them."""
+    return sorted({1, *np.linspace(0, T - 1, 7).astype(int).tolist()})
+
+
+@torch.no_grad()
+def past_alone(lab: Lab) -> str:
+    """No logit changes with a token that comes later.
+
+    The mask of attention is missing (in a kernel, in a head) or one off; a softmax has the wrong
+    axis; something, such as a mean or a norm, is taken over the whole sequence.
+    """
+    model = lab.model()
+    idx = lab.x[:1]
+    other = (idx + 1) % lab.config.vocab_size
+    largest = 0.0
+    for kernel in ("naive", "auto"):                # the two of --attention
+        model.use_attention(kernel)
+        logits = model(idx)[0][0]                                               # (T, V)
+        for t in some_places(idx.size(1))[1:]:
+            changed = model(torch.cat((idx[:, :t], other[:, t:]), dim=1))[0][0]
+            largest = max(largest, distance(changed[:t], logits[:t]))
+    return expect(largest < ROUNDING, f"they change by {largest:.0e} of the largest")
+
+
+def all_of_the_past(lab: Lab) -> str:
+    """The gradient of a logit reaches its own token and all before it (or `window` of them).
+
+    Too few: the mask is one off in the other direction, `detach` cuts the graph, or attention sees
+    less of the past than the model's `window` says. Too many: see past_alone.
+    """
+    model = lab.model()
+    rows = []                               # of the embedding, (1, T, C) each
+
+    def keep(embedding, arguments, output):
+        rows.append(output.detach().requires_grad_())
+        return rows[-1].clone()
+
+    hook = model.transformer.wte.register_forward_hook(keep)
+    logits = model(lab.x[:1])[0][0]                                             # (T, V)
+    hook.remove()
+    direction = torch.randn(logits.size(1), generator=torch.Generator().manual_seed(0))
+    places = some_places(len(logits))
+    for t in places:
+        found = torch.autograd.grad(
+            logits[t] @ direction, rows, retain_graph=True, allow_unused=True)
+        reached = sum(grad[0].abs().sum(dim=1) for grad in found if grad is not None) > 0   # (T,)
+        first = max(0, t + 1 - getattr(model, "window", len(logits)))
+        expect(not reached[t + 1:].any(), f"token {t} sees {int(reached[t + 1:].sum())} after it")
+        expect(reached[first:t + 1].all(), f"token {t} does not see "
+               f"{int((~reached[first:t + 1]).sum())} of the {t + 1 - first} up to it")
+    return f"at {len(places)} of {len(logits)} tokens"
+
+
+@torch.no_grad()
+def kernels(lab: Lab) -> str:
+    """Both kernels of --attention have the same logits: "naive", the formula, and "auto", torch's.
+
+    Only one of two places was changed: a scale, a mask, a bias of attention.
+    """
+    model = lab.model()
+    logits = []
+    for kernel in ("naive", "auto"):
+        model.use_attention(kernel)
+        logits.append(model(lab.x)[0])
+    difference = distance(*logits)
+    return expect(difference < ROUNDING, f"logits differ by {difference:.0e}")
+
+
+@torch.no_grad()
+def sequences_apart(lab: Lab) -> str:
+    """The sequences of a batch do not see each other.
+
+    A norm, a mean or a softmax over the batch; a `view` that mixes B with T or with the heads.
+    """
+    x = lab.x
+    others = torch.cat((x[:1], x[1:].flip(1)))
+    found = []
+    for training in (True, False):          # a batch norm looks at the batch in train() alone
+        of_first = []
+        for idx in (x, others, x[:1]):
+            model = without_dropout(lab.small_model()).train(training)
+            torch.manual_seed(0)
+            of_first.append(model(idx)[0][:1])
+        found.append(distance(of_first[1], of_first[0]))
+        if not training:
+            found.append(distance(of_first[2], of_first[0]))
+    return expect(max(found) < ROUNDING, f"logits change by {found[0]:.0e} in train(), "
+                  f"{found[1]:.0e} in eval(), {found[2]:.0e} without the others")
+
+
+@torch.no_grad()
+def cache(lab: Lab) -> str:
+    """Token by token, with the cache of keys and values, a model has the logits of a whole forward.
+
+    Positions, a bias or a window are counted in the T new tokens, of which a cache leaves one, and
+    not from past.length; or what is not causal by position is in the cache, too.
+    """
+    model = lab.model()
+    T = model.config.block_size
+    idx = lab.x
+    if idx.size(1) == T:                    # a model of --model may be too long for this
+        idx = torch.cat((idx, lab.y[:, -1:], lab.x[:, :3]), dim=1)
+    past = KVCache(min(T, idx.size(1)))
+    apart = {"within": 0.0, "beyond": 0.0}
+    whole = model(idx[:, :T])[0]                                                # (2, T, V)
+    for t in range(1, idx.size(1) + 1):
+        context = idx[:, max(0, t - T):t]
+        place, expected = "within", whole[:, min(t, T) - 1]
+        if t > T:
+            past.length = 0                 # as in generation: all positions have changed
+            place, expected = "beyond", model(context)[0][:, -1]
+        apart[place] = max(apart[place], distance(model.next_logits(context, past), expected))
+        past.length = context.size(1)
+    return expect(max(apart.values()) < ROUNDING, f"logits differ by {apart['within']:.0e} within "
+                  f"block_size, {apart['beyond']:.0e} beyond")
+
+
+# ----------------------------------------------------------------------------- training
+
+def dropout(lab: Lab) -> str:
+    """If a model has dropout, it is on in train().
+
+    F.dropout has training=False, its result is not used, or an eval() inside of the model stays.
+    """
+    modules = [name for name, module in lab.small_model().named_modules() if dropout_rates(module)]
+    on = is_random(lab, change=lambda model: model)
+    if not modules and not on:
+        return "the model has none"
+    return expect(on, f"the loss in train() depends on the seed: {on} ({len(modules)} modules)")
+
+
+def gradients_arrive(lab: Lab) -> str:
+    """Every parameter has a gradient, but for those that requires_grad_(False) has frozen.
+
+    `detach` or no_grad cuts the graph, or a layer is made and not used. What is tied is checked
+    by each of its names.
+    """
+    model = without_dropout(lab.small_model())
+    learning = []
+    for p, names in names_of(model).items():
+        if p.requires_grad:
+            learning += names
+        for name in names[1:]:              # untie it: otherwise one use would hide the other
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, nn.Parameter(p.detach().clone()))
+    found = gradients(model, lab.x, lab.y)
+    # A single number may have a gradient of 0 by symmetry: the share of a block's own values.
+    missing = [name for name in learning if name not in found
+               or not (found[name].any() or found[name].numel() == 1)]
+    if missing:
+        raise Failed(f"no gradient: {', '.join(missing)}")
+    return f"{len(learning)} tensors"
+
+
+def optimizers(lab: Lab) -> str:
+    """Every parameter is in exactly one optimizer, and moves in a step.
+
+    configure_optimizers leaves it out (by its name, its shape), or has it in two groups; its
+    learning rate is 0; its gradient is too small for an optimizer's eps.
+    """
+    model = lab.small_model()
+    made = lab.recipe.make_optimizers(model, lab.config)
+    times = Counter(p for one in made for group in one.param_groups for p in group["params"])
+    before = {p: p.detach().clone() for p in model.parameters()}
+    found = gradients(without_dropout(model), lab.x, lab.y)
+    for one in made:
+        one.step()
+
+    mistakes = []
+    still = []              # tables with rows of tokens that x has, and that have not moved
+    for name, p in model.named_parameters():
+        if p.requires_grad and times[p] != 1:
+            mistakes.append(f"{name} is in {times[p]} optimizers")
+        elif name in found and found[name].any() and torch.equal(p, before[p]):
+            mistakes.append(f"{name} does not move")
+        elif p.requires_grad and p.dim() == 2 and len(p) == lab.config.vocab_size:
+            rows = (p == before[p]).all(dim=1)[lab.x.unique()].sum().item()
+            if rows:
+                still.append(f"{rows} rows of {name}")
+    unmoved = f"; rows of tokens that do not move: {', '.join(still) or 'none'}"
+    return expect(not mistakes, "; ".join(mistakes) or f"{len(times)} tensors{unmoved}")
+
+
+def by_heart(lab: Lab) -> str:
+    """A batch can be learnt by heart, and what is learnt is the NEXT token.
+
+    The loss stays: gradients do not arrive, or the learning rate is off by a factor. The loss falls
+    and the tokens are wrong: its targets are not the next tokens.
+    """
+    # 4 T + 1 tokens, not shuffled: each step has the same 4 sequences.
+    run = lab.run(data=str(lab.folder / "by_heart"), shuffle=False, val_every=0,
+                  total_batch_size=4 * lab.config.block_size, max_steps=STEPS_BY_HEART)
+    without_dropout(run.state.model)
+    for step in range(STEPS_BY_HEART):
+        train_gpt2.begin_step(step, run)
+        loss, norm, votes = train_gpt2.train_step(step, run)
+    rows = run.loader.tokens_of_step(0)                                         # (4, T+1)
+    run.loader.close()
+    with torch.no_grad():
+        predicted = run.state.model.eval()(rows[:, :-1])[0].argmax(dim=-1)      # (4, T)
+    right = (predicted == rows[:, 1:]).float().mean().item()
+    return expect(loss < 1 and right > 0.9, f"after {STEPS_BY_HEART} steps the loss is {loss:.3f}, "
+                  f"and {right:.0%} of the next tokens are right")
+
+
+# ----------------------------------------------------------------------------- checkpoints
+
+def checkpoints(lab: Lab) -> str:
+    """A checkpoint, written and read, is the same model.
+
+    A buffer that training changes has persistent=False, or is no buffer but an attribute; what is
+    computed from the config in __init__ is computed elsewhere, too.
+    """
+    run = lab.run(out=str(lab.folder / "one_step"))
+    with_noise(run.state.model)
+    train_gpt2.train_step(0, run)
+    run.loader.close()
+    train_gpt2.save(1, run)
+    read = load_model(lab.folder / "one_step")
+    with torch.no_grad():
+        difference = distance(read(lab.x)[0], run.state.model.eval()(lab.x)[0])
+    return expect(difference == 0, f"logits differ by {difference:.0e}")
+
+
+def resume(lab: Lab) -> str:
+    """A run of 4 steps is one that is stopped in its third step, and resumes: bit for bit.
+
+    What changes in training is not in the checkpoint: a buffer, an attribute, a count of steps.
+    Put it into a buffer, the optimizer's state or TrainState.others.
+    """
+    train_to_the_end(lab.run(out=str(lab.folder / "whole")), 0)
+
+    stopped = lab.run(out=str(lab.folder / "stopped"))
+    own_before_step = stopped.recipe.before_step
+
+    def stop_in_step_2(model, step, loader):
+        own_before_step(model, step, loader)
+        if step == 2:
+            stopped.process.signal = "SIGTERM"      # as Process.on_signal notes one
+
+    stopped.recipe = dataclasses.replace(stopped.recipe, before_step=stop_in_step_2)
+    train_to_the_end(stopped, 0)
+    train_to_the_end(lab.run(out=str(lab.folder / "stopped")), 2)
+
+    expected = tensors(lab.folder / "whole" / "checkpoint_000004.pt")
+    found = tensors(lab.folder / "stopped" / "checkpoint_000004.pt")
+    others = [name for name in sorted(expected.keys() | found.keys())
+              if name not in found or not torch.equal(found[name], expected[name])]
+    figure = f"{len(others)} of {len(expected)} tensors differ {' '.join(others[:1])}"
+    return expect(not others, figure.rstrip())
+
+
+def train_to_the_end(run: train_gpt2.Run, first_step: int) -> None:
+    train_gpt2.train(first_step, run)
+    run.loader.close()
+
+
+def tensors(path: Path) -> dict[str, Tensor]:
+    """{name: tensor} of a checkpoint's weights and optimizers."""
+    content = read_checkpoint(path)
+    result = dict(content["model"])
+    for name, state in content["optimizers"].items():
+        for key, value in state.items():
+            result[f"{key} of {name}"] = torch.as_tensor(value)
+    return result
+
+
+@torch.no_grad()
+def export(lab: Lab) -> str:
+    """An export, read again, is the same model; or a line says why there is none.
+
+    There is none of a GPT-2 with other layers: it needs a recipe and a class of its own. If it was
+    not to be another model, a tie, a bias or a norm is not what it was.
+    """
+    model = lab.model()
+    try:
+        model.save_pretrained(lab.folder / "export")
+    except UserError as error:
+        return f"none: {error}"
+    difference = distance(load_model(lab.folder / "export")(lab.x)[0], model(lab.x)[0])
+    return expect(difference < ROUNDING, f"logits differ by {difference:.0e}")
+
+
+# ----------------------------------------------------------------------------- other ways to train
+
+def micro_steps(lab: Lab) -> str:
+    """A step in micro-steps of one sequence is one of all sequences at once.
+
+    train_step does not divide by their number, or zeroes between them; the loss is not a mean over
+    tokens; something is taken over the batch, or changes in each forward.
+    """
+    if is_random(lab):
+        return "not compared: the model is random without dropout, too"
+    return expect_same(gradients_of_step(lab, B=1), gradients_of_step(lab))
+
+
+def recompute(lab: Lab) -> str:
+    """--recompute has the same gradients.
+
+    A block changes a state in its forward, which it then does twice.
+    """
+    found = []
+    for recomputes in (True, False):
+        model = lab.small_model().train()           # with its dropout: torch draws the same again
+        if recomputes:
+            model.recompute_blocks()
+        gradients(model, lab.x, lab.y)
+        found.append(gradients(model, lab.x, lab.y))        # the second time a state has changed
+    return expect_same(*found)
+
+
+def processes(lab: Lab) -> str:
+    """Two and three processes are one.
+
+    Gradients are divided by the number of ranks twice, or not at all; something is taken over the
+    batch of a rank; a loss is a mean of means of unequal counts; ranks draw other random numbers.
+    """
+    if is_random(lab):
+        return "not compared: the model is random without dropout, too"
+    expected = gradients_of_step(lab)
+    figures = []
+    for count in (2, 3):
+        path = lab.folder / f"gradients_of_{count}.pt"
+        # What torchrun calls. A forkserver imports torch once for all processes.
+        config = LaunchConfig(
+            1, 1, count, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0,
+            start_method="forkserver")
+        try:
+            elastic_launch(config, step_of_rank)(lab.given, lab.source, path)
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            raise Failed(f"process {rank} of {count}: {failure.message}"[:200]) from None
+        figures.append(expect_same(torch.load(path), expected))
+    return f"2: {figures[0]}; 3: {figures[1]}"
+
+
+def step_of_rank(given: dict, source: str, path: Path) -> None:
+    """What each process does: the gradients of its first step; rank 0 writes them."""
+    torch.set_num_threads(1)
+    process = Quiet(**vars(train_gpt2.start_process("cpu")))
+    with tempfile.TemporaryDirectory() as folder:
+        found = gradients_of_step(Lab(given, Path(folder), source), process, B=1)
+    if process.is_master:
+        torch.save(found, path)
+
+
+def compiles(lab: Lab) -> str:
+    """--compile makes one graph of the model, with the same gradients.
+
+    A branch on a tensor's value, .item() or a print divides the graph, which costs time; see
+    torch.compile's error. Random numbers of a compiled model are others.
+    """
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        return f"left out: there is no compiler ({compiler})"
+    if is_random(lab):
+        return "not compared: the model is random without dropout, too"
+    model = without_dropout(lab.small_model()).train()
+    expected = {name: grad.clone() for name, grad in gradients(model, lab.x, lab.y).items()}
+    model.before_compile()
+    model.zero_grad()
+    _, loss = torch.compile(model, dynamic=False, fullgraph=True)(lab.x, lab.y)
+    loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return expect_same(found, expected)
+
+
+# ----------------------------------------------------------------------------- the command
+
+FAST = [same_in_eval, loss_of_targets, first_loss, loss_in_chunks, past_alone, all_of_the_past,
+        kernels, sequences_apart, cache, dropout, gradients_arrive, optimizers, by_heart,
+        checkpoints, resume, export, micro_steps, recompute]
+SLOW = [processes, compiles]
+
+# Where one of these fails, those after it would fail by it, or say nothing.
+FIRST = (same_in_eval, loss_of_targets, past_alone, gradients_arrive, optimizers)
+
+
+def passes(check: Callable, lab: Lab) -> bool:
+    """Prints the line of a check, and where it has failed its docstring."""
+    try:
+        print(f"ok      {check.__name__:17} {check(lab)}", flush=True)
+        return True
+    except Failed as error:
+        title, _, causes = check.__doc__.partition("\n\n")
+        text = f"{title}\n{textwrap.dedent(causes).rstrip()}"
+        print(f"FAILED  {check.__name__:17} {error}\n{textwrap.indent(text, ' ' * 8)}", flush=True)
+    except Exception as error:              # whatever a model that is wrong may raise
+        line = f"{type(error).__name__}: {error}".splitlines()[0]
+        print(f"FAILED  {check.__name__:17} {line}", flush=True)
+    return False
+
+
+def check_all(lab: Lab, checks: list[Callable]) -> list[Callable]:
+    """Those of the checks that have failed, in their order."""
+    failed = []
+    for check in checks:
+        if not passes(check, lab):
+            failed.append(check)
+            if check in FIRST:
+                print("Repair this first: the checks that follow would say nothing.")
+                return failed
+    print(f"{len(checks) - len(failed)} of {len(checks)} checks are ok")
+    return failed
+
+
+def parse(argv: list[str] | None) -> dict:
+    """{flag: value} of the command line: its own, and those that train_gpt2.py has for a model."""
+    parser = FlagParser(prog="check.py", usage="%(prog)s [flags]", description=__doc__)
+    parser.add_argument("--fast", action="store_true", help="Start no processes and no compiler.")
+    parser.add_argument("--model", default="", help=f"{MODEL_HELP}.")
+    for f in dataclasses.fields(Config):
+        if f.metadata["group"] == MODEL and f.name != "init":
+            add_flag(parser, f, RECIPES)
+    return vars(parser.parse_args(argv))
+
+
+def main(argv: list[str] | None = None) -> int:
+    given = parse(argv)
+    checks = FAST if given.pop("fast") else FAST + SLOW
+    source = given.pop("model")
+    logging.disable()                       # transformers warns of so small a vocabulary
+    torch.set_num_threads(1)                # more would wait for each other in so small a model
+    with tempfile.TemporaryDirectory() as folder:
+        lab = Lab(given, Path(folder), source)
+        model = lab.new_model()
+        parameters = sum(p.numel() for p in model.parameters())
+        print(f"{lab.config.recipe}, {parameters:,} parameters: {lab.shape}\n{describe(model)}")
+        failed = check_all(lab, checks)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    run_command(main)
