@@ -12,11 +12,12 @@ Flags that are not given are those of a small model, not the defaults of train_g
 What you mean is no mistake, if the model says so:
 
     p.requires_grad_(False) in __init__     this parameter is frozen: no step moves it
-    window = 128 on the class or the model  of the past a token need not see more than 128 tokens,
+    window = 128 of the class or the model  a token need not see more than the last 128 tokens,
                                             itself among them
 """
-# A check is a function whose docstring is printed when it fails: the first line says what has to
-# hold, the rest what breaks it. First comes what all of them use.
+# A check is a function whose docstring is printed where it fails: the first line says what has to
+# hold, the rest what breaks it. Before the checks comes what they share.
+import copy
 import dataclasses
 import logging
 import math
@@ -25,6 +26,7 @@ import re
 import shutil
 import tempfile
 import textwrap
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -70,7 +72,7 @@ def expect(holds: bool, figure: str) -> str:
     return figure
 
 
-# ----------------------------------------------------------------------------- the lab
+# ----------------------------------------------------------------------------- models and runs
 
 class Quiet(Process):
     """A process whose runs print nothing."""
@@ -82,58 +84,66 @@ class Quiet(Process):
 class Lab:
     """Small models of a recipe, random tokens, and the runs that train_gpt2.py makes of them.
 
-    `given`, {flag: value}, is the command line. `source` is what load_model reads; "" for new
-    weights. x and y, int64 (2, T), are what the checks of the forward take.
+    `given`, {flag: value}, is the command line. `source` is what load_model reads, "" for a small
+    model. x and y, int64 (2, T), are what a forward takes.
     """
 
     def __init__(self, given: dict, folder: Path, source: str = ""):
-        self.given = given
-        self.source = source
         self.folder = folder
-        self.shape = dict(SHAPE)
+        self.source = source
         self.loaded = None
+        self.shape = dict(SHAPE)
         if source:
             self.loaded = load_model(source)
-            given = given_with_recipe(given, source, self.loaded.recipe)
-            largest = SHAPE | {"block_size": 64}
-            for name, size in largest.items():
+            given = given | {"recipe": self.loaded.recipe}
+            for name, size in (SHAPE | {"block_size": 64}).items():
                 self.shape[name] = min(size, getattr(self.loaded.config, name))
-        self.shape |= {name: given[name] for name in SHAPE if name in given}
+        self.given = given
+        self.shape |= {name: value for name, value in given.items() if name in SHAPE}
 
+        name = given.get("recipe", "gpt2")
+        self.recipe = RECIPES[name]
+        if name == "gpt2":
+            self.recipe = train_gpt2.GPT2
         # AdamW's rate for so narrow a model. The rates of other recipes hold for any width.
-        recipe = given.get("recipe", "gpt2")
-        self.recipe = train_gpt2.GPT2 if recipe == "gpt2" else RECIPES[recipe]
-        T = self.shape["block_size"]
         rates = {"max_lr": 3e-3, "warmup_steps": 0} | self.recipe.rates
+        T = self.shape["block_size"]
         self.flags = rates | self.shape | given | dict(
             data=str(folder / "random"), out=str(folder / "new"), total_batch_size=SEQUENCES * T,
             max_steps=4, val_every=2, val_tokens=10 * T, hellaswag_every=0, sample_every=0,
             checkpoint_every=2, device="cpu", dtype="float32", compile=False)
         _, self.config, _ = resolve(self.flags, Quiet())
 
-        # Ids that pad the vocabulary are no tokens.
-        tokens = np.random.default_rng(0).integers(
-            min(self.config.vocab_size, VOCAB_SIZE), size=220 * T).astype(np.uint16)
-        for name, count in (("random", 200 * T), ("by_heart", 4 * T + 1)):
-            (folder / name).mkdir(exist_ok=True)
-            write_shard(folder / name / "val_000000.npy", tokens[:20 * T])
-            write_shard(folder / name / "train_000001.npy", tokens[20 * T:][:count])
-        rows = torch.from_numpy(tokens[:2 * (T + 1)].astype(np.int64)).view(2, T + 1)
-        self.x, self.y = rows[:, :-1], rows[:, 1:]
+        rows = torch.from_numpy(self.write_tokens(T)[:2 * (T + 1)].astype(np.int64))
+        self.x = rows.view(2, T + 1)[:, :-1]
+        self.y = rows.view(2, T + 1)[:, 1:]
+
+    def write_tokens(self, T: int) -> np.ndarray:
+        """Writes random tokens as shards of two data sets, and returns them."""
+        V = min(self.config.vocab_size, VOCAB_SIZE)     # ids that pad the vocabulary are no tokens
+        tokens = np.random.default_rng(0).integers(V, size=200 * T).astype(np.uint16)
+        for name, end in (("random", 200 * T), ("by_heart", 4 * T + 1)):
+            (self.folder / name).mkdir(exist_ok=True)
+            write_shard(self.folder / name / "val_000000.npy", tokens[:20 * T])
+            write_shard(self.folder / name / "train_000001.npy", tokens[:end])
+        return tokens
 
     def new_model(self) -> nn.Module:
         """A small model with the weights that a run begins with."""
         torch.manual_seed(self.config.seed)
-        if self.loaded:
+        if self.loaded:             # its config may have fields that are no flags
             return type(self.loaded)(dataclasses.replace(self.loaded.config, **self.shape))
         return fresh_model(self.config)
 
     def small_model(self) -> nn.Module:
+        """A small model, in train(), whose weights have noise. Each call makes the same."""
         return with_noise(self.new_model())
 
     def model(self) -> nn.Module:
-        """The model for the checks of the forward, in eval(): that of --model, or a small one."""
-        return (self.loaded or self.small_model()).eval()
+        """The model whose forward is checked, in eval(): that of --model, or a small one."""
+        if self.loaded:
+            return copy.deepcopy(self.loaded).eval()
+        return self.small_model().eval()
 
     def run(self, process: Process | None = None, B: int = 0, **flags) -> train_gpt2.Run:
         """A run, as start_run makes it: of a new model, or of the checkpoint in its --out.
@@ -144,25 +154,17 @@ class Lab:
         asked, config, start = resolve(self.flags | flags, process)
         schedule = make_batch_schedule(self.recipe, config, process.world_size)
         data = open_data(config)
-        model = start.model = start.model or self.new_model()
-        state = train_gpt2.make_train_state(config, self.recipe, model, process)
+        start.model = start.model or self.new_model()
+        state = train_gpt2.make_train_state(config, self.recipe, start.model, process)
         checkpoint.restore(start, data, schedule, state)
         if B == 0:
             B = schedule.tokens(0) // config.sequence_length // process.world_size
         Path(config.out).mkdir(exist_ok=True)
         return train_gpt2.Run(
-            asked=asked, config=config, recipe=self.recipe, process=process,
-            schedule=schedule, data=data,
-            loader=TrainLoader(data.train, schedule, B, start.step, process),
+            asked=asked, config=config, recipe=self.recipe, process=process, schedule=schedule,
+            data=data, loader=TrainLoader(data.train, schedule, B, start.step, process),
             hellaswag_batches=[], state=state, output=Output(config, process, schedule),
             log=StepLog(process, schedule, flops_per_token=0))
-
-
-def given_with_recipe(given: dict, source: str, recipe: str) -> dict:
-    if given.get("recipe", recipe) != recipe:
-        raise UserError(f"--recipe {given['recipe']} contradicts --model {source}, whose recipe is "
-                        f"{recipe}: leave --recipe out")
-    return given | {"recipe": recipe}
 
 
 @torch.no_grad()
@@ -174,21 +176,26 @@ def with_noise(model: nn.Module) -> nn.Module:
     return model
 
 
-def without_dropout(model: nn.Module) -> nn.Module:
-    """The model with all rates of dropout at 0, as far as they are attributes of its modules."""
+# ----------------------------------------------------------------------------- dropout
+
+def dropout_modules(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """(module, the name of its rate) of each dropout: nn.Dropout, and nanoGPT's `self.dropout`."""
+    found = []
     for module in model.modules():
-        for name in dropout_rates(module):
-            setattr(module, name, 0.0)
+        name = "dropout"
+        if isinstance(module, nn.Dropout):
+            name = "p"
+        rate = getattr(module, name, None)
+        if isinstance(rate, float) and rate > 0:
+            found.append((module, name))
+    return found
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    """The model with all rates of dropout at 0: many checks compare what would be random."""
+    for module, name in dropout_modules(model):
+        setattr(module, name, 0.0)
     return model
-
-
-def dropout_rates(module: nn.Module) -> list[str]:
-    """The names of the attributes of one module that are rates of dropout above 0."""
-    names = ["dropout"]                 # nanoGPT's, for the kernel of attention
-    if isinstance(module, nn.Dropout):
-        names = ["p"]
-    rates = {name: getattr(module, name, None) for name in names}
-    return [name for name, rate in rates.items() if isinstance(rate, float) and rate > 0]
 
 
 @torch.no_grad()
@@ -196,17 +203,22 @@ def is_random(lab: Lab, change: Callable = without_dropout) -> bool:
     """Whether the loss in train() depends on the seed, of a model that `change` has changed."""
     losses = []
     for seed in (1, 2):
-        model = change(lab.small_model()).train()       # a new one, because a forward may change it
+        model = change(lab.small_model())       # a new one, because a forward may change a state
         torch.manual_seed(seed)
         _, loss = model(lab.x, lab.y)
         losses.append(loss.item())
     return losses[0] != losses[1]
 
 
+# ----------------------------------------------------------------------------- what is compared
+
 def distance(a: Tensor, b: Tensor, floor: float = 1e-12) -> float:
     """How far two tensors are apart, by the largest number of the second. nan is infinitely far."""
-    difference = ((a - b).abs().max() / (b.abs().max() + floor)).item()
-    return math.inf if math.isnan(difference) else difference
+    largest = b.abs().max() + floor
+    difference = ((a - b).abs().max() / largest).item()
+    if math.isnan(difference):
+        return math.inf
+    return difference
 
 
 def gradients(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -215,17 +227,15 @@ def gradients(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     _, loss = model(x, y)
     loss.backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return kept_gradients(model)
 
 
-def expect_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> str:
-    """Two {parameter's name: its gradient} have to be equal but for rounding."""
-    if found.keys() != expected.keys():
-        raise Failed(f"only one has a gradient of {min(found.keys() ^ expected.keys())}")
-    # A gradient that is 0 but for rounding is compared with the others.
-    floor = 1e-2 * max(tensor.abs().max().item() for tensor in expected.values())
-    largest, name = max((distance(found[name], expected[name], floor), name) for name in expected)
-    return expect(largest < ROUNDING, f"gradients differ by {largest:.0e} ({name})")
+def kept_gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            found[name] = p.grad.clone()
+    return found
 
 
 class Gradients:
@@ -235,10 +245,7 @@ class Gradients:
         self.model = model
 
     def step(self):
-        self.found = {}
-        for name, p in self.model.named_parameters():
-            if p.grad is not None:
-                self.found[name] = p.grad.clone()
+        self.found = kept_gradients(self.model)
 
 
 def gradients_of_step(lab: Lab, process: Process | None = None, B: int = 0) -> dict[str, Tensor]:
@@ -249,6 +256,19 @@ def gradients_of_step(lab: Lab, process: Process | None = None, B: int = 0) -> d
     loss, norm, votes = train_gpt2.train_step(0, run)
     run.loader.close()
     return {"the loss": loss, "the norm": norm} | run.state.optimizer.found
+
+
+def expect_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> str:
+    """Two {parameter's name: its gradient} have to be equal but for rounding."""
+    if found.keys() != expected.keys():
+        raise Failed(f"only one has a gradient of {min(found.keys() ^ expected.keys())}")
+
+    # A gradient that is 0 but for rounding is compared with the others.
+    floor = 1e-2 * max(tensor.abs().max().item() for tensor in expected.values())
+    distances = {name: distance(found[name], expected[name], floor) for name in expected}
+    worst = max(distances, key=distances.get)
+    return expect(distances[worst] < ROUNDING,
+                  f"gradients differ by {distances[worst]:.1g} ({worst})")
 
 
 # ----------------------------------------------------------------------------- what is printed
@@ -273,6 +293,7 @@ def describe(model: nn.Module) -> str:
             groups["tied"].append(" = ".join(names))
         if not p.requires_grad:
             groups["frozen"].append(names[0])
+
     for kind, parameters in of_kind.items():
         numbers = torch.cat(parameters)
         deviation = f"{numbers.std(correction=0).item():.2g}"
@@ -280,11 +301,11 @@ def describe(model: nn.Module) -> str:
             deviation = f"all {numbers[0].item():.3g}"
         groups[deviation].append(kind)
 
-    lines = []
+    lines = ["deviations at the start:"]
     for group in sorted(groups):
         line = f"{group:>8}  {', '.join(groups[group])}"
         lines.append(textwrap.fill(line, 100, subsequent_indent=" " * 10))
-    return "\n".join(["deviations at the start:", *lines])
+    return "\n".join(lines)
 
 
 # ----------------------------------------------------------------------------- the loss
@@ -296,8 +317,10 @@ def same_in_eval(lab: Lab) -> str:
     Dropout is on: F.dropout lacks training=self.training. Or a forward changes a state.
     """
     model = lab.model()
-    difference = distance(model(lab.x)[0], model(lab.x)[0])
-    return expect(difference == 0, f"logits differ by {difference:.0e}")
+    first, _ = model(lab.x)
+    second, _ = model(lab.x)
+    difference = distance(first, second)
+    return expect(difference == 0, f"logits differ by {difference:.1g}")
 
 
 @torch.no_grad()
@@ -309,27 +332,14 @@ def loss_of_targets(lab: Lab) -> str:
     """
     model = lab.model()
     logits, _ = model(lab.x)
-    figures = []
-    for targets in (lab.y, lab.y.flip(0)):          # other targets have another loss
+    for targets in (lab.y, lab.y.flip(0)):          # with other targets it is another loss
         targets = targets.clone()
-        targets[:, ::3] = -1
-        expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1).item()
+        targets[0, ::3] = -1
+        expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
         _, loss = model(lab.x, targets)
-        figures.append(f"{loss:.5f}, of the logits {expected:.5f}")
-        expect(abs(loss.item() - expected) < ROUNDING * expected, figures[-1])
-    return figures[0]
-
-
-def loss_in_chunks(lab: Lab) -> str:
-    """The loss in chunks, by which a CPU trains, has the gradients of the model's own loss.
-
-    use_chunks compares the two by itself, at hidden states. It does not see what `forward` adds.
-    """
-    model = without_dropout(lab.small_model())
-    own = gradients(model, lab.x, lab.y)
-    if not model.use_chunks(chunk=7):
-        return "none: the loss is another one, and a CPU takes more time for it"
-    return expect_same(gradients(model, lab.x, lab.y), own)
+        figure = f"{loss:.5f}, of the logits {expected:.5f}"
+        expect(distance(loss, expected) < ROUNDING, figure)
+    return figure
 
 
 @torch.no_grad()
@@ -348,11 +358,23 @@ def first_loss(lab: Lab) -> str:
     return expect(abs(loss.item() - expected) < 0.5, f"{loss:.3f}, and ln V is {expected:.3f}")
 
 
+def loss_in_chunks(lab: Lab) -> str:
+    """The loss in chunks, by which a CPU trains, has the gradients of the model's own loss.
+
+    use_chunks compares the two by itself, at hidden states. It does not see what `forward` adds.
+    """
+    own = gradients(without_dropout(lab.small_model()), lab.x, lab.y)
+    model = without_dropout(lab.small_model())
+    if not model.use_chunks(chunk=7):
+        return "none: the loss is another one, and a CPU takes more time for it"
+    return expect_same(gradients(model, lab.x, lab.y), own)
+
+
 # ----------------------------------------------------------------------------- the forward
 
 def some_places(T: int) -> list[int]:
-    """8 of T places, the first, the second and the last among them."""
-    return sorted({1, *np.linspace(0, T - 1, 7).astype(int).tolist()})
+    """The first two of T places, the last, and five between."""
+    return [0, 1, *np.linspace(2, T - 1, 6).astype(int).tolist()]
 
 
 @torch.no_grad()
@@ -366,13 +388,14 @@ def past_alone(lab: Lab) -> str:
     idx = lab.x[:1]
     other = (idx + 1) % lab.config.vocab_size
     largest = 0.0
-    for kernel in ("naive", "auto"):                # the two of --attention
+    for kernel in ("naive", "auto"):                # those of --attention
         model.use_attention(kernel)
-        logits = model(idx)[0][0]                                               # (T, V)
-        for t in some_places(idx.size(1))[1:]:
-            changed = model(torch.cat((idx[:, :t], other[:, t:]), dim=1))[0][0]
-            largest = max(largest, distance(changed[:t], logits[:t]))
-    return expect(largest < ROUNDING, f"they change by {largest:.0e} of the largest")
+        logits, _ = model(idx)                                                  # (1, T, V)
+        for t in some_places(idx.size(1)):
+            changed, _ = model(torch.cat((idx[:, :t + 1], other[:, t + 1:]), dim=1))
+            difference = distance(changed[:, :t + 1], logits[:, :t + 1])
+            largest = max(largest, difference)
+    return expect(largest < ROUNDING, f"logits change by {largest:.1g}")
 
 
 def all_of_the_past(lab: Lab) -> str:
@@ -382,41 +405,40 @@ def all_of_the_past(lab: Lab) -> str:
     less of the past than the model's `window` says. Too many: see past_alone.
     """
     model = lab.model()
-    rows = []                               # of the embedding, (1, T, C) each
+    embedded = []                           # what the embedding returns, (1, T, C)
 
     def keep(embedding, arguments, output):
-        rows.append(output.detach().requires_grad_())
-        return rows[-1].clone()
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1].clone()
 
-    hook = model.transformer.wte.register_forward_hook(keep)
+    model.transformer.wte.register_forward_hook(keep)
     logits = model(lab.x[:1])[0][0]                                             # (T, V)
-    hook.remove()
-    direction = torch.randn(logits.size(1), generator=torch.Generator().manual_seed(0))
-    places = some_places(len(logits))
-    for t in places:
-        found = torch.autograd.grad(
-            logits[t] @ direction, rows, retain_graph=True, allow_unused=True)
-        reached = sum(grad[0].abs().sum(dim=1) for grad in found if grad is not None) > 0   # (T,)
-        first = max(0, t + 1 - getattr(model, "window", len(logits)))
-        expect(not reached[t + 1:].any(), f"token {t} sees {int(reached[t + 1:].sum())} after it")
-        expect(reached[first:t + 1].all(), f"token {t} does not see "
-               f"{int((~reached[first:t + 1]).sum())} of the {t + 1 - first} up to it")
-    return f"at {len(places)} of {len(logits)} tokens"
+    T, V = logits.shape
+    outputs = logits @ torch.randn(V, generator=torch.Generator().manual_seed(0))
+    for t in some_places(T):
+        found = torch.autograd.grad(outputs[t], embedded, retain_graph=True, allow_unused=True)
+        influence = sum(grad[0].abs().sum(dim=1) for grad in found if grad is not None)     # (T,)
+        first = max(0, t + 1 - getattr(model, "window", T))
+        unseen = (influence[first:t + 1] == 0).sum().item()
+        later = influence[t + 1:].count_nonzero().item()
+        expect(unseen == later == 0, f"token {t} does not see {unseen} of the {t + 1 - first} "
+               f"tokens up to it, and sees {later} after it")
+    return f"at {len(some_places(T))} of {T} tokens"
 
 
 @torch.no_grad()
 def kernels(lab: Lab) -> str:
-    """Both kernels of --attention have the same logits: "naive", the formula, and "auto", torch's.
+    """Both kernels of --attention, "naive" (the formula) and "auto", have the same logits.
 
     Only one of two places was changed: a scale, a mask, a bias of attention.
     """
     model = lab.model()
-    logits = []
-    for kernel in ("naive", "auto"):
-        model.use_attention(kernel)
-        logits.append(model(lab.x)[0])
-    difference = distance(*logits)
-    return expect(difference < ROUNDING, f"logits differ by {difference:.0e}")
+    model.use_attention("naive")
+    naive, _ = model(lab.x)
+    model.use_attention("auto")
+    auto, _ = model(lab.x)
+    difference = distance(auto, naive)
+    return expect(difference < ROUNDING, f"logits differ by {difference:.1g}")
 
 
 @torch.no_grad()
@@ -425,20 +447,20 @@ def sequences_apart(lab: Lab) -> str:
 
     A norm, a mean or a softmax over the batch; a `view` that mixes B with T or with the heads.
     """
-    x = lab.x
-    others = torch.cat((x[:1], x[1:].flip(1)))
-    found = []
-    for training in (True, False):          # a batch norm looks at the batch in train() alone
-        of_first = []
-        for idx in (x, others, x[:1]):
-            model = without_dropout(lab.small_model()).train(training)
+    others = torch.cat((lab.x[:1], lab.x[1:].flip(1)))
+    changes = []
+    for training in (False, True):          # a batch norm looks at the batch in train() alone
+        found = []
+        for idx in (lab.x, others, lab.x[:1]):
+            model = without_dropout(lab.model()).train(training)
             torch.manual_seed(0)
-            of_first.append(model(idx)[0][:1])
-        found.append(distance(of_first[1], of_first[0]))
-        if not training:
-            found.append(distance(of_first[2], of_first[0]))
-    return expect(max(found) < ROUNDING, f"logits change by {found[0]:.0e} in train(), "
-                  f"{found[1]:.0e} in eval(), {found[2]:.0e} without the others")
+            logits, _ = model(idx)
+            found.append(logits[:1])
+        beside, beside_others, alone = found
+        changes.append(max(distance(beside_others, beside), distance(alone, beside)))
+    in_eval, in_train = changes
+    return expect(max(changes) < ROUNDING,
+                  f"logits change by {in_eval:.1g} in eval() and {in_train:.1g} in train()")
 
 
 @torch.no_grad()
@@ -449,23 +471,24 @@ def cache(lab: Lab) -> str:
     not from past.length; or what is not causal by position is in the cache, too.
     """
     model = lab.model()
-    T = model.config.block_size
-    idx = lab.x
-    if idx.size(1) == T:                    # a model of --model may be too long for this
-        idx = torch.cat((idx, lab.y[:, -1:], lab.x[:, :3]), dim=1)
+    idx = torch.cat((lab.x, lab.y[:, -3:]), dim=1)
+    T = model.config.block_size             # beyond it all positions change with each token
     past = KVCache(min(T, idx.size(1)))
-    apart = {"within": 0.0, "beyond": 0.0}
-    whole = model(idx[:, :T])[0]                                                # (2, T, V)
-    for t in range(1, idx.size(1) + 1):
-        context = idx[:, max(0, t - T):t]
-        place, expected = "within", whole[:, min(t, T) - 1]
-        if t > T:
-            past.length = 0                 # as in generation: all positions have changed
-            place, expected = "beyond", model(context)[0][:, -1]
-        apart[place] = max(apart[place], distance(model.next_logits(context, past), expected))
+    whole, _ = model(idx[:, :T])                                                # (2, T, V)
+    within = beyond = 0.0
+    for end in range(1, idx.size(1) + 1):
+        context = idx[:, max(0, end - T):end]
+        if end <= T:
+            logits = model.next_logits(context, past)                           # (2, V)
+            within = max(within, distance(logits, whole[:, end - 1]))
+        else:
+            past.length = 0
+            logits = model.next_logits(context, past)
+            expected, _ = model(context)
+            beyond = max(beyond, distance(logits, expected[:, -1]))
         past.length = context.size(1)
-    return expect(max(apart.values()) < ROUNDING, f"logits differ by {apart['within']:.0e} within "
-                  f"block_size, {apart['beyond']:.0e} beyond")
+    return expect(max(within, beyond) < ROUNDING,
+                  f"logits differ by {within:.1g} within block_size, {beyond:.1g} beyond")
 
 
 # ----------------------------------------------------------------------------- training
@@ -473,13 +496,13 @@ def cache(lab: Lab) -> str:
 def dropout(lab: Lab) -> str:
     """If a model has dropout, it is on in train().
 
-    F.dropout has training=False, its result is not used, or an eval() inside of the model stays.
+    F.dropout has training=False, its result is not used, or a module of the model stays in eval().
     """
-    modules = [name for name, module in lab.small_model().named_modules() if dropout_rates(module)]
-    on = is_random(lab, change=lambda model: model)
-    if not modules and not on:
-        return "the model has none"
-    return expect(on, f"the loss in train() depends on the seed: {on} ({len(modules)} modules)")
+    count = len(dropout_modules(lab.small_model()))
+    is_on = is_random(lab, change=lambda model: model)
+    if is_on:
+        return "the loss in train() depends on the seed"
+    return expect(count == 0, f"{count} modules have a rate above 0, and all seeds the same loss")
 
 
 def gradients_arrive(lab: Lab) -> str:
@@ -496,10 +519,14 @@ def gradients_arrive(lab: Lab) -> str:
         for name in names[1:]:              # untie it: otherwise one use would hide the other
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, nn.Parameter(p.detach().clone()))
+
     found = gradients(model, lab.x, lab.y)
-    # A single number may have a gradient of 0 by symmetry: the share of a block's own values.
-    missing = [name for name in learning if name not in found
-               or not (found[name].any() or found[name].numel() == 1)]
+    missing = []
+    for name in learning:
+        grad = found.get(name, torch.zeros(2))
+        # A single number may have a gradient of 0 by symmetry, as a share of equal values.
+        if not grad.any() and grad.numel() > 1:
+            missing.append(name)
     if missing:
         raise Failed(f"no gradient: {', '.join(missing)}")
     return f"{len(learning)} tensors"
@@ -511,27 +538,35 @@ def optimizers(lab: Lab) -> str:
     configure_optimizers leaves it out (by its name, its shape), or has it in two groups; its
     learning rate is 0; its gradient is too small for an optimizer's eps.
     """
-    model = lab.small_model()
+    model = without_dropout(lab.small_model())
     made = lab.recipe.make_optimizers(model, lab.config)
     times = Counter(p for one in made for group in one.param_groups for p in group["params"])
     before = {p: p.detach().clone() for p in model.parameters()}
-    found = gradients(without_dropout(model), lab.x, lab.y)
+    found = gradients(model, lab.x, lab.y)
     for one in made:
         one.step()
 
     mistakes = []
-    still = []              # tables with rows of tokens that x has, and that have not moved
     for name, p in model.named_parameters():
         if p.requires_grad and times[p] != 1:
             mistakes.append(f"{name} is in {times[p]} optimizers")
         elif name in found and found[name].any() and torch.equal(p, before[p]):
             mistakes.append(f"{name} does not move")
-        elif p.requires_grad and p.dim() == 2 and len(p) == lab.config.vocab_size:
-            rows = (p == before[p]).all(dim=1)[lab.x.unique()].sum().item()
-            if rows:
-                still.append(f"{rows} rows of {name}")
-    unmoved = f"; rows of tokens that do not move: {', '.join(still) or 'none'}"
-    return expect(not mistakes, "; ".join(mistakes) or f"{len(times)} tensors{unmoved}")
+    if mistakes:
+        raise Failed("; ".join(mistakes))
+    return f"{len(times)} tensors; " + still_rows(lab, before, model)
+
+
+def still_rows(lab: Lab, before: dict, model: nn.Module) -> str:
+    """Which tokens' rows have not moved, of the tokens in x: a table may be made so."""
+    still = []
+    for name, p in model.named_parameters():
+        if p.requires_grad and p.dim() == 2 and len(p) == lab.config.vocab_size:
+            rows = (p == before[p]).all(dim=1)
+            count = rows[lab.x.unique()].sum().item()
+            if count > 0:
+                still.append(f"{count} in {name}")
+    return f"tokens whose rows do not move: {', '.join(still) or 'none'}"
 
 
 def by_heart(lab: Lab) -> str:
@@ -540,7 +575,7 @@ def by_heart(lab: Lab) -> str:
     The loss stays: gradients do not arrive, or the learning rate is off by a factor. The loss falls
     and the tokens are wrong: its targets are not the next tokens.
     """
-    # 4 T + 1 tokens, not shuffled: each step has the same 4 sequences.
+    # There are 4 T + 1 tokens: without a shuffle each step has the same 4 sequences.
     run = lab.run(data=str(lab.folder / "by_heart"), shuffle=False, val_every=0,
                   total_batch_size=4 * lab.config.block_size, max_steps=STEPS_BY_HEART)
     without_dropout(run.state.model)
@@ -549,9 +584,10 @@ def by_heart(lab: Lab) -> str:
         loss, norm, votes = train_gpt2.train_step(step, run)
     rows = run.loader.tokens_of_step(0)                                         # (4, T+1)
     run.loader.close()
+
     with torch.no_grad():
-        predicted = run.state.model.eval()(rows[:, :-1])[0].argmax(dim=-1)      # (4, T)
-    right = (predicted == rows[:, 1:]).float().mean().item()
+        logits, _ = run.state.model.eval()(rows[:, :-1])
+    right = (logits.argmax(dim=-1) == rows[:, 1:]).float().mean().item()
     return expect(loss < 1 and right > 0.9, f"after {STEPS_BY_HEART} steps the loss is {loss:.3f}, "
                   f"and {right:.0%} of the next tokens are right")
 
@@ -565,14 +601,16 @@ def checkpoints(lab: Lab) -> str:
     computed from the config in __init__ is computed elsewhere, too.
     """
     run = lab.run(out=str(lab.folder / "one_step"))
-    with_noise(run.state.model)
+    model = with_noise(run.state.model)
     train_gpt2.train_step(0, run)
     run.loader.close()
     train_gpt2.save(1, run)
+
+    model.eval()
     read = load_model(lab.folder / "one_step")
     with torch.no_grad():
-        difference = distance(read(lab.x)[0], run.state.model.eval()(lab.x)[0])
-    return expect(difference == 0, f"logits differ by {difference:.0e}")
+        difference = distance(read(lab.x)[0], model(lab.x)[0])
+    return expect(difference == 0, f"logits differ by {difference:.1g}")
 
 
 def resume(lab: Lab) -> str:
@@ -581,29 +619,30 @@ def resume(lab: Lab) -> str:
     What changes in training is not in the checkpoint: a buffer, an attribute, a count of steps.
     Put it into a buffer, the optimizer's state or TrainState.others.
     """
-    train_to_the_end(lab.run(out=str(lab.folder / "whole")), 0)
-
-    stopped = lab.run(out=str(lab.folder / "stopped"))
-    own_before_step = stopped.recipe.before_step
-
-    def stop_in_step_2(model, step, loader):
-        own_before_step(model, step, loader)
-        if step == 2:
-            stopped.process.signal = "SIGTERM"      # as Process.on_signal notes one
-
-    stopped.recipe = dataclasses.replace(stopped.recipe, before_step=stop_in_step_2)
-    train_to_the_end(stopped, 0)
-    train_to_the_end(lab.run(out=str(lab.folder / "stopped")), 2)
+    train_on(lab.run(out=str(lab.folder / "whole")))
+    train_on(lab.run(out=str(lab.folder / "stopped")), stop_in=2)
+    train_on(lab.run(out=str(lab.folder / "stopped")), first_step=2)
 
     expected = tensors(lab.folder / "whole" / "checkpoint_000004.pt")
     found = tensors(lab.folder / "stopped" / "checkpoint_000004.pt")
-    others = [name for name in sorted(expected.keys() | found.keys())
-              if name not in found or not torch.equal(found[name], expected[name])]
-    figure = f"{len(others)} of {len(expected)} tensors differ {' '.join(others[:1])}"
-    return expect(not others, figure.rstrip())
+    if found.keys() != expected.keys():
+        raise Failed(f"only one has {min(found.keys() ^ expected.keys())}")
+    others = [name for name in expected if not torch.equal(found[name], expected[name])]
+    if others:
+        raise Failed(f"{len(others)} of {len(expected)} tensors differ, the first: {others[0]}")
+    return f"{len(expected)} tensors"
 
 
-def train_to_the_end(run: train_gpt2.Run, first_step: int) -> None:
+def train_on(run: train_gpt2.Run, first_step: int = 0, stop_in: int = -1) -> None:
+    """The run to its end, or until a signal comes in step `stop_in`."""
+    own_before_step = run.recipe.before_step
+
+    def before_step(model, step, loader):
+        own_before_step(model, step, loader)
+        if step == stop_in:
+            run.process.signal = "SIGTERM"          # as Process.on_signal notes it
+
+    run.recipe = dataclasses.replace(run.recipe, before_step=before_step)
     train_gpt2.train(first_step, run)
     run.loader.close()
 
@@ -620,7 +659,7 @@ def tensors(path: Path) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def export(lab: Lab) -> str:
-    """An export, read again, is the same model; or a line says why there is none.
+    """An export, read again, is the same model; or the line says why there is none.
 
     There is none of a GPT-2 with other layers: it needs a recipe and a class of its own. If it was
     not to be another model, a tie, a bias or a norm is not what it was.
@@ -630,11 +669,15 @@ def export(lab: Lab) -> str:
         model.save_pretrained(lab.folder / "export")
     except UserError as error:
         return f"none: {error}"
-    difference = distance(load_model(lab.folder / "export")(lab.x)[0], model(lab.x)[0])
-    return expect(difference < ROUNDING, f"logits differ by {difference:.0e}")
+    read = load_model(lab.folder / "export")
+    difference = distance(read(lab.x)[0], model(lab.x)[0])
+    return expect(difference < ROUNDING, f"logits differ by {difference:.1g}")
 
 
 # ----------------------------------------------------------------------------- other ways to train
+
+RANDOM = "not compared: the model is random, even with its rates of dropout at 0"
+
 
 def micro_steps(lab: Lab) -> str:
     """A step in micro-steps of one sequence is one of all sequences at once.
@@ -643,7 +686,7 @@ def micro_steps(lab: Lab) -> str:
     tokens; something is taken over the batch, or changes in each forward.
     """
     if is_random(lab):
-        return "not compared: the model is random without dropout, too"
+        return RANDOM
     return expect_same(gradients_of_step(lab, B=1), gradients_of_step(lab))
 
 
@@ -654,11 +697,11 @@ def recompute(lab: Lab) -> str:
     """
     found = []
     for recomputes in (True, False):
-        model = lab.small_model().train()           # with its dropout: torch draws the same again
+        model = lab.small_model()
         if recomputes:
             model.recompute_blocks()
         gradients(model, lab.x, lab.y)
-        found.append(gradients(model, lab.x, lab.y))        # the second time a state has changed
+        found.append(gradients(model, lab.x, lab.y))        # by now a state has changed
     return expect_same(*found)
 
 
@@ -669,22 +712,21 @@ def processes(lab: Lab) -> str:
     batch of a rank; a loss is a mean of means of unequal counts; ranks draw other random numbers.
     """
     if is_random(lab):
-        return "not compared: the model is random without dropout, too"
+        return RANDOM
     expected = gradients_of_step(lab)
-    figures = []
     for count in (2, 3):
-        path = lab.folder / f"gradients_of_{count}.pt"
         # What torchrun calls. A forkserver imports torch once for all processes.
         config = LaunchConfig(
             1, 1, count, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0,
             start_method="forkserver")
+        path = lab.folder / f"gradients_of_{count}.pt"
         try:
             elastic_launch(config, step_of_rank)(lab.given, lab.source, path)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            raise Failed(f"process {rank} of {count}: {failure.message}"[:200]) from None
-        figures.append(expect_same(torch.load(path), expected))
-    return f"2: {figures[0]}; 3: {figures[1]}"
+            raise Failed(f"process {rank} of {count}: {failure.message}"[:300]) from None
+        figure = expect_same(torch.load(path), expected)
+    return f"{figure}, of 3"
 
 
 def step_of_rank(given: dict, source: str, path: Path) -> None:
@@ -692,7 +734,8 @@ def step_of_rank(given: dict, source: str, path: Path) -> None:
     torch.set_num_threads(1)
     process = Quiet(**vars(train_gpt2.start_process("cpu")))
     with tempfile.TemporaryDirectory() as folder:
-        found = gradients_of_step(Lab(given, Path(folder), source), process, B=1)
+        lab = Lab(given, Path(folder), source)
+        found = gradients_of_step(lab, process, B=1)
     if process.is_master:
         torch.save(found, path)
 
@@ -700,22 +743,19 @@ def step_of_rank(given: dict, source: str, path: Path) -> None:
 def compiles(lab: Lab) -> str:
     """--compile makes one graph of the model, with the same gradients.
 
-    A branch on a tensor's value, .item() or a print divides the graph, which costs time; see
-    torch.compile's error. Random numbers of a compiled model are others.
+    A branch on a tensor's value, .item() or a print divides the graph, which costs time.
     """
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         return f"left out: there is no compiler ({compiler})"
     if is_random(lab):
-        return "not compared: the model is random without dropout, too"
-    model = without_dropout(lab.small_model()).train()
-    expected = {name: grad.clone() for name, grad in gradients(model, lab.x, lab.y).items()}
+        return RANDOM
+    model = without_dropout(lab.small_model())
+    expected = gradients(model, lab.x, lab.y)
+    model = without_dropout(lab.small_model())
     model.before_compile()
-    model.zero_grad()
-    _, loss = torch.compile(model, dynamic=False, fullgraph=True)(lab.x, lab.y)
-    loss.backward()
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return expect_same(found, expected)
+    model.compile(dynamic=False, fullgraph=True)
+    return expect_same(gradients(model, lab.x, lab.y), expected)
 
 
 # ----------------------------------------------------------------------------- the command
@@ -726,35 +766,46 @@ FAST = [same_in_eval, loss_of_targets, first_loss, loss_in_chunks, past_alone, a
 SLOW = [processes, compiles]
 
 # Where one of these fails, those after it would fail by it, or say nothing.
-FIRST = (same_in_eval, loss_of_targets, past_alone, gradients_arrive, optimizers)
+FIRST = [same_in_eval, loss_of_targets, past_alone, gradients_arrive, optimizers]
 
 
 def passes(check: Callable, lab: Lab) -> bool:
     """Prints the line of a check, and where it has failed its docstring."""
+    name = f"{check.__name__:17}"
     try:
-        print(f"ok      {check.__name__:17} {check(lab)}", flush=True)
+        print(f"ok      {name} {check(lab)}", flush=True)
         return True
     except Failed as error:
         title, _, causes = check.__doc__.partition("\n\n")
         text = f"{title}\n{textwrap.dedent(causes).rstrip()}"
-        print(f"FAILED  {check.__name__:17} {error}\n{textwrap.indent(text, ' ' * 8)}", flush=True)
+        print(f"FAILED  {name} {error}\n{textwrap.indent(text, '    ')}", flush=True)
     except Exception as error:              # whatever a model that is wrong may raise
-        line = f"{type(error).__name__}: {error}".splitlines()[0]
-        print(f"FAILED  {check.__name__:17} {line}", flush=True)
+        print(f"FAILED  {name} {error_line(error)}", flush=True)
     return False
 
 
-def check_all(lab: Lab, checks: list[Callable]) -> list[Callable]:
-    """Those of the checks that have failed, in their order."""
-    failed = []
+def error_line(error: Exception) -> str:
+    """What an error says, and the line of this project from which it comes."""
+    folder = str(Path(__file__).resolve().parent)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames
+           if frame.filename.startswith(folder) and "site-packages" not in frame.filename]
+    what = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {what} ({Path(own[-1].filename).name}:{own[-1].lineno})"
+
+
+def check_all(lab: Lab, checks: list[Callable]) -> bool:
+    """Whether all are ok; ends at one of FIRST that has failed."""
+    failed = 0
     for check in checks:
-        if not passes(check, lab):
-            failed.append(check)
-            if check in FIRST:
-                print("Repair this first: the checks that follow would say nothing.")
-                return failed
-    print(f"{len(checks) - len(failed)} of {len(checks)} checks are ok")
-    return failed
+        if passes(check, lab):
+            continue
+        failed += 1
+        if check in FIRST:
+            print("Repair this first: the checks that follow would say nothing.")
+            return False
+    print(f"{len(checks) - failed} of {len(checks)} checks are ok")
+    return failed == 0
 
 
 def parse(argv: list[str] | None) -> dict:
@@ -770,17 +821,25 @@ def parse(argv: list[str] | None) -> dict:
 
 def main(argv: list[str] | None = None) -> int:
     given = parse(argv)
-    checks = FAST if given.pop("fast") else FAST + SLOW
+    checks = FAST + SLOW
+    if given.pop("fast"):
+        checks = FAST
     source = given.pop("model")
+    if source and "recipe" in given:
+        raise UserError(f"--model {source} has a recipe of its own: leave --recipe out")
     logging.disable()                       # transformers warns of so small a vocabulary
     torch.set_num_threads(1)                # more would wait for each other in so small a model
+
     with tempfile.TemporaryDirectory() as folder:
         lab = Lab(given, Path(folder), source)
         model = lab.new_model()
         parameters = sum(p.numel() for p in model.parameters())
-        print(f"{lab.config.recipe}, {parameters:,} parameters: {lab.shape}\n{describe(model)}")
-        failed = check_all(lab, checks)
-    return 1 if failed else 0
+        shape = " ".join(f"--{name} {value}" for name, value in lab.shape.items())
+        print(f"{lab.config.recipe}, {parameters:,} parameters: {shape}")
+        print(describe(model))
+        if check_all(lab, checks):
+            return 0
+    return 1
 
 
 if __name__ == "__main__":
