@@ -24,7 +24,7 @@ os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 # the workers evenly.
 LONG = [f"test_{name}.py" for name in (
     "resume export fineweb model bench flags checkpoint evaluation loop frontier signals "
-    "same_numbers hellaswag sample weights readme speedrun cli hostile plain_loop plots gpu "
+    "same_numbers check hellaswag sample weights readme speedrun cli hostile plain_loop plots gpu "
     "layout").split()]
 
 
