@@ -29,6 +29,7 @@ import textwrap
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -411,7 +412,6 @@ def all_of_the_past(lab: Lab) -> str:
     """
     model = lab.model()
     embedded = []                           # what the embedding returns, (1, T, C)
-
     def keep(embedding, arguments, output):
         embedded.append(output.detach().requires_grad_())
         return embedded[-1].clone()
@@ -426,8 +426,8 @@ def all_of_the_past(lab: Lab) -> str:
         first = max(0, t + 1 - getattr(model, "window", T))
         unseen = (influence[first:t + 1] == 0).sum().item()
         later = influence[t + 1:].count_nonzero().item()
-        expect(unseen == later == 0, f"token {t} does not see {unseen} of the {t + 1 - first} "
-               f"tokens up to it, and sees {later} after it")
+        expect(unseen + later == 0, f"token {t} does not see {unseen} of those from {first} to it, "
+               f"and sees {later} after it")
     return f"at {len(some_places(T))} of {T} tokens"
 
 
@@ -726,23 +726,25 @@ def processes(lab: Lab) -> str:
         path = lab.folder / f"gradients_of_{count}.pt"
         try:
             elastic_launch(config, step_of_rank)(lab.given, lab.source, path)
-        except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            message = failure.message
-            if isinstance(message, dict):           # an exception of Python's
-                message = message["message"]
-            raise Failed(f"process {rank} of {count}: {message}") from None
+        except ChildFailedError:
+            raise Failed(f"{count} processes: {path.with_suffix('.error').read_text()}") from None
         figure = expect_same(torch.load(path), expected)
     return f"{figure}, of 3"
 
 
 def step_of_rank(given: dict, source: str, path: Path) -> None:
-    """What each process does: the gradients of its first step; rank 0 writes them."""
+    """What each process does: the gradients of its first step, which rank 0 writes."""
     torch.set_num_threads(1)
     process = Quiet(**vars(train_gpt2.start_process("cpu")))
-    with tempfile.TemporaryDirectory() as folder:
-        lab = Lab(given, Path(folder), source)
-        found = gradients_of_step(lab, process, B=1)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            lab = Lab(given, Path(folder), source)
+            found = gradients_of_step(lab, process, B=1)
+    except Exception as error:
+        # The other processes then fail by its end: the first error is the cause.
+        with suppress(FileExistsError), open(path.with_suffix(".error"), "x") as file:
+            file.write(error_line(error))
+        raise
     if process.is_master:
         torch.save(found, path)
 

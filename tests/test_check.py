@@ -437,6 +437,27 @@ def test_gradients_divided_by_the_ranks_twice(lab, monkeypatch):
     assert first_failure(lab(), [check.processes]) == "processes"
 
 
+def fails_on_rank_1(given, source, path):
+    import torch.distributed as dist
+
+    train_step = train_gpt2.train_step
+
+    def edited(step, run):
+        if dist.get_rank() == 1:
+            raise ValueError("not on this rank")
+        return train_step(step, run)
+
+    train_gpt2.train_step = edited
+    check.step_of_rank(given, source, path)
+
+
+def test_an_error_of_one_process_is_told_with_its_line(lab, monkeypatch, capsys):
+    multiprocessing.set_forkserver_preload(["check"])
+    monkeypatch.setattr(check, "step_of_rank", fails_on_rank_1)
+    assert first_failure(lab(), [check.processes]) == "processes"
+    assert "2 processes: ValueError: not on this rank (test_check.py:" in capsys.readouterr().out
+
+
 def test_a_graph_that_is_divided(use, lab, capsys):
     class Divided(GPT):
         def hidden(self, idx, past=None):
