@@ -376,6 +376,29 @@ def test_a_recomputed_block_that_counts(use, lab):
     assert first_failure(lab(), [check.recompute]) == "recompute"
 
 
+def test_an_export_that_is_read_as_another_model(lab, monkeypatch):
+    monkeypatch.setattr(check, "load_model", lambda source: lab().new_model())
+    assert first_failure(lab(), [check.export]) == "export"
+
+
+def test_rows_of_tokens_that_never_move_are_printed(use, lab, capsys):
+    class WithoutLateTokens(GPT):
+        def __init__(self, config):
+            super().__init__(config)
+            late = torch.arange(config.vocab_size)[:, None] >= 64
+            self.lm_head.weight.register_hook(lambda grad: grad.masked_fill(late, 0))
+
+        def configure_optimizers(self, max_lr, weight_decay, **settings):
+            return super().configure_optimizers(max_lr, 0.0, **settings)
+
+    one = lab()
+    late = (one.x.unique() >= 64).sum().item()
+    use(WithoutLateTokens)
+    assert first_failure(one, [check.optimizers]) is None
+    assert f"that do not move: {late} in the embedding, {late} in the head" in (
+        capsys.readouterr().out)
+
+
 # ----------------------------------------------------------------------- other loops
 
 def test_targets_that_are_the_inputs_in_the_loader(lab, monkeypatch):
