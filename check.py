@@ -817,7 +817,8 @@ def check_all(lab: Lab, checks: list[Callable]) -> bool:
 def parse(argv: list[str] | None) -> dict:
     """{flag: value} of the command line: its own, and those that train_gpt2.py has for a model."""
     parser = FlagParser(prog="check.py", usage="%(prog)s [flags]", description=__doc__)
-    parser.add_argument("--fast", action="store_true", help="Start no processes, and do not compile.")
+    parser.add_argument("--fast", action="store_true",
+                        help="Start no processes, and do not compile.")
     parser.add_argument("--model", default="", help=f"{MODEL_HELP}.")
     for f in dataclasses.fields(Config):
         if f.metadata["group"] == MODEL and f.name != "init":
