@@ -23,8 +23,8 @@ os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 # loadfile), so that what its tests share is made once, and the short ones at the end fill
 # the workers evenly.
 LONG = [f"test_{name}.py" for name in (
-    "resume export machines fineweb signals model checkpoint evaluation frontier same_numbers "
-    "speedrun flags output weights sample cli hellaswag readme text bench plain_loop").split()]
+    "resume export machines fineweb signals model checkpoint evaluation check frontier "
+    "same_numbers speedrun flags output weights sample cli hellaswag readme text bench plain_loop").split()]
 
 
 @pytest.hookimpl(trylast=True)

@@ -120,7 +120,7 @@ def test_each_script_ends_as_a_command():
     for name, tree in TREES.items():
         if ast.unparse(tree.body[-1:]) == "if __name__ == '__main__':\n    run_command(main)":
             scripts.add(name)
-    assert scripts == {"bench", "export", "fineweb", "hellaswag", "sample", "train_gpt2"}
+    assert scripts == {"bench", "check", "export", "fineweb", "hellaswag", "sample", "train_gpt2"}
 
 
 def test_an_import_only_defines(imported):
