@@ -308,7 +308,7 @@ def test_several_gpus_divide_a_compiled_model_where_little_is_stored(
 
 def test_matrices_and_embeddings_decay_and_every_parameter_is_optimised_once():
     model = make_model()
-    [optimizer] = model.configure_optimizers(max_lr=1e-3, weight_decay=0.1)
+    optimizer = model.configure_optimizers(max_lr=1e-3, weight_decay=0.1)
 
     assert isinstance(optimizer, torch.optim.AdamW)
     optimised = []
