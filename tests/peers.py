@@ -2,6 +2,7 @@
 import dataclasses
 import itertools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -116,6 +117,12 @@ class GpuProcess(Process):
     on_gpu = True
 
 
+def run_of(config, schedule=None):
+    """As much of a Run as the schedules of a recipe read; `schedule`: by default of equal steps."""
+    return SimpleNamespace(
+        config=config, schedule=schedule or BatchSchedule(1000, config.max_steps))
+
+
 def make_run(model=None, process=None, **flags):
     """A small Run that neither evaluates nor saves, but for what the flags say.
 
@@ -138,7 +145,8 @@ def make_run(model=None, process=None, **flags):
     schedule = BatchSchedule(config.total_batch_size, config.max_steps)
     recipe = RECIPES[config.recipe]
     return Run(
-        asked=config, config=config, recipe=recipe, process=process, schedule=schedule,
+        asked=dataclasses.asdict(config), config=config, recipe=recipe, process=process,
+        schedule=schedule,
         data=Data(dataset, dataset, val_count=11), loader=Batches(), hellaswag_batches=[],
         state=make_train_state(config, recipe, model, process), output=Record(),
         log=StepLog(process, schedule, flops_per_token=1000),

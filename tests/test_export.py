@@ -693,12 +693,17 @@ def test_a_source_that_is_not_there_makes_no_folder(tmp_path):
     assert not (tmp_path / "exported").exists()
 
 
-def test_a_model_of_other_tokens_has_no_tokenizer_and_is_refused(tmp_path):
+def test_a_model_of_other_tokens_is_exported_without_a_tokenizer(tmp_path, capsys):
     model = GPT(GPTConfig(block_size=8, vocab_size=96, n_layer=1, n_head=1, n_embd=4))
     source = save(tmp_path / "characters.pt", own_checkpoint(model))
-    with pytest.raises(UserError, match="characters.pt"):
-        main([str(source), str(tmp_path / "exported")])
-    assert not (tmp_path / "exported").exists()
+    main([str(source), str(tmp_path / "exported")])
+
+    output, errors = capsys.readouterr()
+    assert names_in(tmp_path / "exported") == {"config.json", "model.safetensors"}
+    assert "AutoTokenizer" not in output
+    assert errors.count("\n") == 1 and "tokenizer" in errors
+    idx = torch.tensor([[5, 95, 0]])
+    assert torch.equal(load_model(tmp_path / "exported")(idx)[0], model.eval()(idx)[0])
 
 
 @pytest.mark.parametrize("error", [RunError("the disk is full"), KeyboardInterrupt()])

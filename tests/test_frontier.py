@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import logged, run, train
-from peers import make_model, make_run, tokens
+from peers import make_model, make_run, run_of, tokens
 
 import frontier
 from frontier import FrontierGPT, automatic, bigram_hash, muon_momentum, parts_of_tokens
@@ -107,7 +107,7 @@ def test_the_losses_of_single_tokens_have_their_copies():
 
 def test_copies_know_the_targets_also_where_a_sample_has_other_numbers_for_them():
     model = model_that_copies()
-    model.loss_chunk = 16
+    assert model.use_chunks(16)
     idx = tokens(2, 24, vocab_size=50257)
     _, expected = model(idx, idx)                       # each token is a copy
     occurrences = np.zeros(50304)
@@ -202,7 +202,7 @@ def test_endoftext_has_one_row_whatever_stands_before_it():
 
 # ----------------------------------------------------------------------- a batch that grows
 
-def run_of(batch, T, steps, **more):
+def config_of(batch, T, steps, **more):
     """A run's config with its automatic values, unless others are given."""
     config = Config(
         total_batch_size=batch, sequence_length=T, max_steps=steps, warmup_steps=0, max_lr=0.02)
@@ -224,7 +224,7 @@ def run_of(batch, T, steps, **more):
     (2048, 1024, 1, 1),
 ])
 def test_the_first_batch_follows_from_the_runs_tokens(batch, T, steps, divisor):
-    schedule = make_batch_schedule(frontier.RECIPE, run_of(batch, T, steps), 1)
+    schedule = make_batch_schedule(frontier.RECIPE, config_of(batch, T, steps), 1)
     assert schedule.tokens(0) == batch // divisor
     assert all(schedule.tokens(step) % T == 0 for step in range(steps))
 
@@ -232,7 +232,7 @@ def test_the_first_batch_follows_from_the_runs_tokens(batch, T, steps, divisor):
 @pytest.mark.parametrize("batch, T, steps", [
     (4096, 128, 112), (4096, 256, 195), (524288, 1024, 5833)])
 def test_each_size_has_a_third_of_the_runs_tokens_or_two(batch, T, steps):
-    schedule = make_batch_schedule(frontier.RECIPE, run_of(batch, T, steps), 1)
+    schedule = make_batch_schedule(frontier.RECIPE, config_of(batch, T, steps), 1)
     third = schedule.tokens_before(steps) / 3
     sizes = [schedule.tokens(step) for step in range(steps)]
     assert sizes == sorted(sizes)
@@ -261,12 +261,14 @@ def test_the_momentum_rises_to_what_the_runs_length_says_and_falls_at_the_end(st
 @pytest.mark.parametrize("steps, cooldown, floor", [
     (28, 0.29, 0.0), (112, 0.294, 0.00119), (260, 0.466, 0.0568), (1953, 0.6, 0.1)])
 def test_cooldown_and_floor_follow_from_the_runs_steps(steps, cooldown, floor):
-    config = run_of(4096, 256, steps)
+    config = config_of(4096, 256, steps)
     assert config.cooldown == pytest.approx(cooldown, abs=1e-3)
     assert config.min_lr / config.max_lr == pytest.approx(floor, abs=1e-3)
-    assert trapezoid(0, 0.0, config) == 1
-    assert trapezoid(9, 0.999 - cooldown, config) == pytest.approx(1, abs=0.01)
-    assert trapezoid(steps, 1.0, config) == pytest.approx(floor, abs=1e-3)
+    run = run_of(config)
+    last_before_the_fall = int((1 - config.cooldown) * steps)
+    assert trapezoid(0, run) == trapezoid(last_before_the_fall, run) == 1
+    assert trapezoid(last_before_the_fall + 1, run) < 1
+    assert trapezoid(steps, run) == pytest.approx(floor, abs=1e-3)
 
 
 # ----------------------------------------------------------------------- a run

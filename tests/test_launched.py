@@ -7,7 +7,13 @@ from peers import make_run
 
 from runtime import launched
 from runtime.cli import RunError
-from runtime.launched import check_finite, copy_later, mark_time, seconds_between
+from runtime.launched import (
+    check_finite,
+    copy_later,
+    is_usual_overflow,
+    mark_time,
+    seconds_between,
+)
 
 
 class Event:
@@ -96,23 +102,28 @@ def test_the_numbers_of_a_cpu_are_those_at_the_time_of_the_call():
 
 # ----------------------------------------------------------------------- what is finite
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_is_an_error_of_its_step(dtype, loss):
-    with pytest.raises(RunError, match="step 7 .*--max_lr"):
-        check_finite(7, loss, 1.0, make_run(dtype=dtype))
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_an_error_of_its_step(number):
+    with pytest.raises(RunError, match="the loss.* step 7 .*--max_lr"):
+        check_finite(7, make_run(), "the loss", number)
+
+
+def test_a_finite_number_is_none():
+    check_finite(7, make_run(), "the loss", 1e38)
 
 
 @pytest.mark.parametrize("dtype, scale, is_usual", [
     ("float32", 1.0, False), ("bfloat16", 1.0, False),
     ("float16", 2.0**16, True), ("float16", 2.0**-9, True), ("float16", 2.0**-10, False),
 ])
-def test_an_overflow_ends_the_run_unless_float16s_scale_is_still_large(dtype, scale, is_usual):
+@pytest.mark.parametrize("norm", [math.nan, math.inf])
+def test_an_overflow_is_usual_while_float16s_scale_is_still_large(dtype, scale, is_usual, norm):
     run = make_run(dtype=dtype)
     run.state.scaler = torch.amp.GradScaler("cpu", scale, enabled=dtype == "float16")
-    check_finite(7, 2.0, 1.0, run)
-    if is_usual:
-        check_finite(7, 2.0, math.inf, run)
-    else:
-        with pytest.raises(RunError, match="step 7 .*--max_lr"):
-            check_finite(7, 2.0, math.inf, run)
+    assert is_usual_overflow(2.0, norm, run) == is_usual
+    assert not is_usual_overflow(2.0, 1.0, run)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_is_no_usual_overflow(loss):
+    assert not is_usual_overflow(loss, math.nan, make_run(dtype="float16"))

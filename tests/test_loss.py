@@ -97,8 +97,9 @@ def test_a_model_trains_the_same_with_it(dtype, loss_tolerance, tolerance):
     targets[0, :9] = -1
 
     losses, gradients = [], []
-    for chunk in (0, 16):
-        model.loss_chunk = chunk
+    for in_chunks in (False, True):
+        if in_chunks:
+            assert model.use_chunks(16)
         model.zero_grad()
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             _, loss = model(idx, targets)
@@ -113,7 +114,7 @@ def test_a_model_trains_the_same_with_it(dtype, loss_tolerance, tolerance):
 
 def test_no_tensor_has_the_logits_of_all_tokens():
     model = small_model()
-    model.loss_chunk = 16
+    assert model.use_chunks(16)
     idx = tokens(4, 32, vocab_size=640)
     with LargestStorage() as seen:
         model(idx, idx)
@@ -122,7 +123,7 @@ def test_no_tensor_has_the_logits_of_all_tokens():
 
 def test_the_loss_is_the_same_without_gradients():
     model = small_model()
-    model.loss_chunk = 16
+    assert model.use_chunks(16)
     idx = tokens(4, 32, vocab_size=640)
     _, loss = model(idx, idx)
     with torch.no_grad():
@@ -265,7 +266,7 @@ def test_a_sampled_loss_does_not_depend_on_the_rest_of_the_micro_batch():
 def test_an_evaluation_computes_all_logits():
     torch.manual_seed(0)
     model = FrontierGPT(FrontierGPT.Config(32, 640, 2, 2, 32))
-    model.loss_chunk = 16
+    assert model.use_chunks(16)
     idx = tokens(4, 32, vocab_size=640)
     with torch.no_grad():
         _, whole = model(idx, idx)

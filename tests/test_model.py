@@ -308,7 +308,7 @@ def test_several_gpus_divide_a_compiled_model_where_little_is_stored(
 
 def test_matrices_and_embeddings_decay_and_every_parameter_is_optimised_once():
     model = make_model()
-    [optimizer] = model.configure_optimizers(max_lr=1e-3, weight_decay=0.1)
+    optimizer = model.configure_optimizers(max_lr=1e-3, weight_decay=0.1)
 
     assert isinstance(optimizer, torch.optim.AdamW)
     optimised = []
@@ -528,7 +528,7 @@ def test_a_generation_casts_the_head_once_and_not_for_each_token(recipe, monkeyp
     with torch.autocast("cpu", torch.bfloat16):
         model.generate(tokens(2, 5), 4)
 
-    assert len(heads) == 4
+    assert len(heads) == 4 + 2              # two of whole forwards, with which it is compared
     assert all(head is heads[0] for head in heads)
     if recipe == "frontier":
         assert heads[0].dtype == torch.bfloat16
@@ -548,7 +548,7 @@ def test_a_generation_computes_no_gradients(recipe, monkeypatch):
 
     monkeypatch.setattr(model, "hidden", noted_hidden)
     model.generate(tokens(2, 5), 3)
-    assert [x.requires_grad for x in states] == [False] * 3
+    assert [x.requires_grad for x in states] == [False] * (3 + 2)       # two are comparisons
 
 
 @torch.no_grad()

@@ -3,13 +3,14 @@ import errno
 import json
 import os
 import signal
+import subprocess
 import sys
 from datetime import timedelta
 from inspect import signature
 
 import pytest
 import torch
-from helpers import BYTES, logged, on_ranks, train
+from helpers import BYTES, ENV, HANG, ROOT, logged, on_ranks, train
 from peers import make_model
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -369,6 +370,24 @@ def test_ranks_wait_an_hour_for_what_rank_0_downloads(environment, monkeypatch):
     train_gpt2.start_process("cpu")
 
     assert given["timeout"] == timedelta(hours=1)
+
+
+def test_torchrun_itself_starts_ranks_that_have_the_losses_of_one_process(byte_data, tmp_path):
+    """The one run here that is not forked: its processes import all that they need."""
+    flags = ["--data", byte_data, *BYTES, "--max_steps", 2, "--val_every", 0]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    words = [*torchrun, ROOT / "train_gpt2.py", *flags, "--out", tmp_path / "two"]
+
+    result = subprocess.run(
+        [str(word) for word in words], env=ENV, capture_output=True, text=True, timeout=HANG)
+
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("done: 2 steps") == 1
+    train(*flags, "--out", tmp_path / "one")
+    assert len(logged(tmp_path / "two")) == 2
+    for column in ("train", "norm"):
+        expected = logged(tmp_path / "one", column)
+        assert logged(tmp_path / "two", column) == pytest.approx(expected, rel=2e-5)
 
 
 # ----------------------------------------------------------------------- DDP

@@ -12,6 +12,7 @@ from peers import (
     own_checkpoint,
     plain_modern,
     relative_error,
+    run_of,
     save,
     tokens,
 )
@@ -39,12 +40,13 @@ def trained(recipe, **shape):
 
 # ----------------------------------------------------------------------- the models
 
-@pytest.mark.parametrize("recipe, n_head, loss_chunk", [
+@pytest.mark.parametrize("recipe, n_head, chunk", [
     ("speedrun", 2, 0), ("speedrun", 2, 5), ("frontier", 1, 5), ("frontier", 2, 0),
     ("frontier", 3, 5)])
-def test_logits_loss_and_gradients_equal_a_plain_reference(recipe, n_head, loss_chunk):
+def test_logits_loss_and_gradients_equal_a_plain_reference(recipe, n_head, chunk):
     model = trained(recipe, n_head=n_head, n_embd=12 * n_head, vocab_size=50304)
-    model.loss_chunk = loss_chunk
+    if chunk:
+        assert model.use_chunks(chunk)
     idx = tokens(2, 9)
     idx[0, 4] = EOT
     idx[1, 0] = EOT
@@ -212,26 +214,34 @@ def test_rates_and_eps_outside_the_blocks(recipe, expected):
 # ----------------------------------------------------------------------- schedules
 
 def test_the_rate_is_constant_and_then_falls_linearly_to_zero():
-    config = Config(warmup_steps=0, max_lr=0.02, min_lr=0.0, cooldown=926 / 3242)
-    assert trapezoid(0, 0.0, config) == 1.0
-    assert trapezoid(2315, 2315 / 3242, config) == 1.0
-    assert trapezoid(2779, (2316 + 463) / 3242, config) == pytest.approx(0.5)
-    assert trapezoid(3242, 1.0, config) == 0.0
-    assert trapezoid(9999, 3.0, config) == 0.0
+    run = run_of(Config(
+        max_steps=3242, warmup_steps=0, max_lr=0.02, min_lr=0.0, cooldown=926 / 3242))
+    assert trapezoid(0, run) == 1.0
+    assert trapezoid(2315, run) == 1.0
+    assert trapezoid(2316 + 463, run) == pytest.approx(0.5)
+    assert trapezoid(3242, run) == 0.0
+    assert trapezoid(9999, run) == 0.0
 
 
 def test_the_rate_rises_over_the_warmup_and_ends_at_min_lr():
-    config = Config(warmup_steps=10, max_lr=1.0, min_lr=0.1, cooldown=0.5)
-    assert trapezoid(0, 0.0, config) == pytest.approx(0.1)
-    assert trapezoid(9, 0.09, config) == pytest.approx(1.0)
-    assert trapezoid(75, 0.75, config) == pytest.approx(0.55)
-    assert trapezoid(100, 1.0, config) == pytest.approx(0.1)
+    run = run_of(Config(max_steps=100, warmup_steps=10, max_lr=1.0, min_lr=0.1, cooldown=0.5))
+    assert trapezoid(0, run) == pytest.approx(0.1)
+    assert trapezoid(9, run) == pytest.approx(1.0)
+    assert trapezoid(75, run) == pytest.approx(0.55)
+    assert trapezoid(100, run) == pytest.approx(0.1)
 
 
 def test_of_a_warmup_and_a_cooldown_at_once_the_lower_rate_counts():
-    config = Config(warmup_steps=80, max_lr=1.0, min_lr=0.0, cooldown=0.8)
-    assert trapezoid(39, 0.39, config) == pytest.approx(0.5)
-    assert trapezoid(59, 0.60, config) == pytest.approx(0.5)
+    run = run_of(Config(max_steps=100, warmup_steps=80, max_lr=1.0, min_lr=0.0, cooldown=0.8))
+    assert trapezoid(39, run) == pytest.approx(0.5)
+    assert trapezoid(60, run) == pytest.approx(0.5)
+
+
+def test_the_rate_falls_by_tokens_where_the_batch_grows():
+    """Half of the steps of this run have a quarter of its tokens."""
+    config = Config(max_steps=100, warmup_steps=0, max_lr=1.0, min_lr=0.0, cooldown=1.0)
+    run = run_of(config, Config(progress={50: 0.25}.get))
+    assert trapezoid(50, run) == pytest.approx(0.75)
 
 
 # ----------------------------------------------------------------------- a run
