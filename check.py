@@ -670,7 +670,7 @@ def export(lab: Lab) -> str:
     """
     model = lab.model()
     try:
-        with redirect_stderr(io.StringIO()):    # which says that so small a vocabulary is not GPT-2's
+        with redirect_stderr(io.StringIO()):    # it says that so small a vocabulary is not GPT-2's
             model.save_pretrained(lab.folder / "export")
     except UserError as error:
         return f"none: {error}"

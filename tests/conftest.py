@@ -24,7 +24,8 @@ os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 # the workers evenly.
 LONG = [f"test_{name}.py" for name in (
     "resume export machines fineweb signals model checkpoint evaluation check frontier "
-    "same_numbers speedrun flags output weights sample cli hellaswag readme text bench plain_loop").split()]
+    "same_numbers speedrun flags output weights sample cli hellaswag readme text bench "
+    "plain_loop").split()]
 
 
 @pytest.hookimpl(trylast=True)
