@@ -315,12 +315,13 @@ def test_processes_and_micro_batches_change_only_rounding(flags, alone, tmp_path
     assert val[8] < val[0] - 1
 
 
-@pytest.mark.parametrize("max_steps, backward", [(11, False), (24, True)])
-def test_a_run_of_more_than_an_epoch_reads_backwards_at_first(
-        max_steps, backward, flags, tmp_path, capsys):
+def test_a_run_of_more_than_an_epoch_reads_backwards_at_first(flags, tmp_path, capsys):
     """An epoch has 187 sequences, a step at most 16."""
-    train(*flags, "--max_steps", max_steps, "--val_every", 0, "--out", tmp_path / "log")
-    assert ("backwards" in capsys.readouterr().out) == backward
+    flags = [*flags, "--val_every", 0, "--out", tmp_path / "log"]
+    train(*flags, "--max_steps", 11, "--dry_run")
+    assert "backwards" not in capsys.readouterr().out
+    train(*flags, "--max_steps", 24)
+    assert "backwards" in capsys.readouterr().out
 
 
 def look_at_text(run):

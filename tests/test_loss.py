@@ -205,8 +205,7 @@ def test_a_sampled_loss_weighs_each_logit(softcap):
         assert (gradient - expected_gradient).norm() <= 1e-5 * expected_gradient.norm()
 
 
-@pytest.mark.parametrize("softcap", [0.0, 15.0])
-def test_the_mean_over_many_samples_is_the_whole_loss_with_its_gradients(softcap):
+def test_the_mean_over_many_samples_is_the_whole_loss_with_its_gradients(softcap=15.0):
     x, weight, targets, occurrences = problem_of_many_rare_tokens()
     whole = plain_loss(x, weight, targets, softcap)
     expected = [whole, *torch.autograd.grad(whole, (x, weight))]

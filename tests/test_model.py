@@ -281,7 +281,7 @@ def inputs_of_graphs(model):
 
 
 @pytest.mark.parametrize("recipe, width, n_layer", [
-    ("gpt2", 1600, 2), ("frontier", 768, 5),
+    ("gpt2", 1024, 2), ("frontier", 768, 5),
 ])
 def test_several_gpus_divide_a_compiled_model_where_little_is_stored(
     recipe, width, n_layer, one_rank
