@@ -359,9 +359,7 @@ def keep_together(model: torch.nn.Module, optimizer: CombinedOptimizer, process)
     # What only one rank has needs no other.
     for p, own_optimizer in optimizer.optimizer_of.items():
         if p not in optimizer.owner:
-            for value in own_optimizer.state.get(p, {}).values():
-                if torch.is_tensor(value):
-                    take_from_rank_0(value, p)
+            on_tensors(lambda t, p=p: take_from_rank_0(t, p), own_optimizer.state.get(p, {}))
 
     if not process.rounds_differently:
         process.rounds_differently = True

@@ -27,7 +27,7 @@ class CombinedOptimizer:
         self.rank = process.rank
         for group in self.groups():
             group["initial_lr"] = group["lr"]           # the schedule multiplies it
-        self.first_settings = [dict(group) for group in self.groups()]
+        self.first_settings = [copy_of_settings(group) for group in self.groups()]
 
         self.optimizer_of = {}                          # {parameter: the optimizer that updates it}
         for optimizer in optimizers:
@@ -77,14 +77,15 @@ class CombinedOptimizer:
             self.is_checked = True
             for optimizer in self.optimizers:
                 check_plain(list(optimizer.state.values()), type(optimizer).__name__)
+            check_plain(self.changed_settings(), "a group of the optimizers")
 
     def changed_settings(self) -> list[dict]:
         """What the optimizers have changed in their groups: a count of steps, say."""
         changed = []
         for group, first in zip(self.groups(), self.first_settings, strict=True):
             changed.append({
-                name: value for name, value in group.items()
-                if name not in ("params", "lr") and value != first.get(name)})
+                name: value for name, value in copy_of_settings(group).items()
+                if value != first.get(name)})
         return changed
 
     def holds(self, p: Tensor) -> bool:
@@ -134,6 +135,12 @@ def broadcast_updates(owner: dict[Tensor, int]) -> None:
     under_way = [dist.broadcast(p.detach(), rank, async_op=True) for p, rank in owner.items()]
     for work in under_way:
         work.wait()
+
+
+def copy_of_settings(group: dict) -> dict:
+    """A group without its parameters and its rate, which the schedule sets."""
+    settings = {name: value for name, value in group.items() if name not in ("params", "lr")}
+    return on_tensors(Tensor.clone, settings)
 
 
 # ----------------------------------------------------------------------- what a checkpoint can hold

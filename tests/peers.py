@@ -2,7 +2,6 @@
 import dataclasses
 import itertools
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -115,12 +114,6 @@ class Record:
 class GpuProcess(Process):
     """A process whose steps go on as on a GPU. What it computes, it computes on the CPU."""
     on_gpu = True
-
-
-def run_of(config, schedule=None):
-    """As much of a Run as the schedules of a recipe read; `schedule`: by default of equal steps."""
-    return SimpleNamespace(
-        config=config, schedule=schedule or BatchSchedule(1000, config.max_steps))
 
 
 def make_run(model=None, process=None, **flags):

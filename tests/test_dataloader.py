@@ -21,7 +21,7 @@ from runtime.dataloader import (
     TrainLoader,
     micro_batches,
     open_data,
-    open_same_data,
+    read_data,
     read_ahead,
     stable_permutation,
     to_device,
@@ -437,32 +437,32 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize("val_tokens, sequences", [(1, 1), (7, 1), (17, 2), (10**6, 12)])
 def test_a_validation_has_at_least_one_sequence_and_at_most_all(val_tokens, sequences, folder):
-    assert open_data(flags(folder, val_tokens=val_tokens)).val_count == sequences
+    assert read_data(flags(folder, val_tokens=val_tokens)).val_count == sequences
 
 
 def test_validation_is_the_beginning_of_its_shards_whatever_the_seed(folder):
     for seed in (1, 2):
-        data = open_data(flags(folder, seed=seed))
+        data = read_data(flags(folder, seed=seed))
         assert data.val.read(0, 2).tolist() == [list(range(400, 409)), list(range(408, 417))]
 
 
 def test_a_run_without_validation_needs_no_shards_for_it(folder):
     (folder / "text_val_000000.npy").unlink()
-    data = open_data(flags(folder, val_every=0))
+    data = read_data(flags(folder, val_every=0))
     assert data.val is None
     with pytest.raises(UserError):
-        open_data(flags(folder))
+        read_data(flags(folder))
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_a_token_that_the_model_does_not_have_is_found_in_either_split(split, folder):
     write_shard(folder / f"text_{split}_000009.npy", np.full(20, 50_300, dtype=np.uint16))
     with pytest.raises(UserError, match=f"text_{split}_000009.npy"):
-        open_data(flags(folder))
+        read_data(flags(folder))
 
 
 def test_the_sanity_runs_epoch_is_one_batch_of_the_beginning_of_input_txt():
-    data = open_data(flags("nowhere", overfit=True, shuffle=False))
+    data = read_data(flags("nowhere", overfit=True, shuffle=False))
     assert data.train.total == 32 // 8
     assert data.val is None
     expected = encode((ROOT / "input.txt").read_text(encoding="utf-8")[:1000])[:33]
@@ -476,17 +476,17 @@ def test_a_damaged_input_txt_can_be_restored_from_git(tmp_path, monkeypatch):
     path.write_bytes(b"\xff")
     monkeypatch.setattr(dataloader, "INPUT_TXT", path)
     with pytest.raises(UserError, match="input.txt.*git checkout"):
-        open_data(flags("nowhere", overfit=True))
+        read_data(flags("nowhere", overfit=True))
 
 
 @pytest.mark.parametrize("place", [0, 399])
 def test_a_fingerprint_tells_shards_apart_by_either_end(place, folder, monkeypatch):
     monkeypatch.setattr(dataloader, "DIGEST_TOKENS", 100)
-    before = open_data(flags(folder)).fingerprints()
+    before = read_data(flags(folder)).fingerprints()
     tokens = numbered_shards(400)[0]
     tokens[place] += 1
     write_shard(folder / "text_train_000001.npy", tokens)
-    after = open_data(flags(folder)).fingerprints()
+    after = read_data(flags(folder)).fingerprints()
 
     assert before["val"] == after["val"]
     [[name, length, digest]] = before["train"]
@@ -507,25 +507,25 @@ class AnotherRank(Process):
 def test_ranks_with_other_shards_are_refused(folder, tmp_path_factory):
     other = write_folder(tmp_path_factory.mktemp("other"), *numbered_shards(400, 99))
     contents = {}
-    for split, shards in open_data(flags(other)).fingerprints().items():
+    for split, shards in read_data(flags(other)).fingerprints().items():
         for i, (_, *content) in enumerate(shards):
             contents[f"{split} shard {i} of --data"] = str(content)
 
     process = AnotherRank(0, 0, 2)
     process.values_of_other = contents
     with pytest.raises(UserError, match="process 1: val shard 0 of --data"):
-        open_same_data(flags(folder), process)
+        open_data(flags(folder), process)
 
 
 def test_a_folder_that_is_not_finished_has_a_warning_where_it_is_read(folder, capsys):
-    open_same_data(flags(folder), Process())
+    open_data(flags(folder), Process())
     assert capsys.readouterr().out == ""
 
     (folder / "manifest.json").write_text('{"complete": false, "shards": []}')
-    open_same_data(flags(folder), Process())
+    open_data(flags(folder), Process())
     assert str(folder) in capsys.readouterr().out
 
-    open_same_data(flags(folder, overfit=True), Process())
+    open_data(flags(folder, overfit=True), Process())
     assert capsys.readouterr().out == ""
 
 

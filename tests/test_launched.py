@@ -9,8 +9,8 @@ from runtime import launched
 from runtime.cli import RunError
 from runtime.launched import (
     check_finite,
+    check_step,
     copy_later,
-    is_usual_overflow,
     mark_time,
     seconds_between,
 )
@@ -112,18 +112,26 @@ def test_a_finite_number_is_none():
     check_finite(7, make_run(), "the loss", 1e38)
 
 
-@pytest.mark.parametrize("dtype, scale, is_usual", [
-    ("float32", 1.0, False), ("bfloat16", 1.0, False),
-    ("float16", 2.0**16, True), ("float16", 2.0**-9, True), ("float16", 2.0**-10, False),
-])
-@pytest.mark.parametrize("norm", [math.nan, math.inf])
-def test_an_overflow_is_usual_while_float16s_scale_is_still_large(dtype, scale, is_usual, norm):
+def with_scale(dtype, scale):
     run = make_run(dtype=dtype)
     run.state.scaler = torch.amp.GradScaler("cpu", scale, enabled=dtype == "float16")
-    assert is_usual_overflow(2.0, norm, run) == is_usual
-    assert not is_usual_overflow(2.0, 1.0, run)
+    return run
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf])
+@pytest.mark.parametrize("scale", [2.0**16, 2.0**-9])
+def test_an_overflow_is_usual_while_float16s_scale_is_still_large(scale, norm):
+    check_step(7, with_scale("float16", scale), 2.0, norm)
+
+
+@pytest.mark.parametrize("dtype, scale", [("float32", 1.0), ("bfloat16", 1.0), ("float16", 2**-10)])
+@pytest.mark.parametrize("norm", [math.nan, math.inf])
+def test_any_other_overflow_ends_the_run(dtype, scale, norm):
+    with pytest.raises(RunError, match="gradient.* step 7"):
+        check_step(7, with_scale(dtype, scale), 2.0, norm)
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_is_no_usual_overflow(loss):
-    assert not is_usual_overflow(loss, math.nan, make_run(dtype="float16"))
+    with pytest.raises(RunError, match="loss.* step 7"):
+        check_step(7, with_scale("float16", 2.0**16), loss, math.nan)

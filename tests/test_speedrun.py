@@ -12,7 +12,6 @@ from peers import (
     own_checkpoint,
     plain_modern,
     relative_error,
-    run_of,
     save,
     tokens,
 )
@@ -23,7 +22,7 @@ from recipes import RECIPES, load_model
 from runtime.language_model import sample_token
 from runtime.shards import write_shard
 from runtime.tokenizer import EOT, encode
-from speedrun import SpeedrunGPT, rotary_tables, trapezoid
+from speedrun import SpeedrunGPT, rotary_tables, trapezoid, warmup_and_cooldown
 
 MODERN = ["speedrun", "frontier"]
 SOFTCAPS = {"speedrun": 30, "frontier": 15}
@@ -217,34 +216,32 @@ def test_rates_and_eps_outside_the_blocks(recipe, expected):
 # ----------------------------------------------------------------------- schedules
 
 def test_the_rate_is_constant_and_then_falls_linearly_to_zero():
-    run = run_of(Config(
-        max_steps=3242, warmup_steps=0, max_lr=0.02, min_lr=0.0, cooldown=926 / 3242))
-    assert trapezoid(0, run) == 1.0
-    assert trapezoid(2315, run) == 1.0
-    assert trapezoid(2316 + 463, run) == pytest.approx(0.5)
-    assert trapezoid(3242, run) == 0.0
-    assert trapezoid(9999, run) == 0.0
+    config = Config(
+        max_steps=3242, warmup_steps=0, max_lr=0.02, min_lr=0.0, cooldown=926 / 3242)
+    assert trapezoid(0, config) == 1.0
+    assert trapezoid(2315, config) == 1.0
+    assert trapezoid(2316 + 463, config) == pytest.approx(0.5)
+    assert trapezoid(3242, config) == 0.0
+    assert trapezoid(9999, config) == 0.0
 
 
 def test_the_rate_rises_over_the_warmup_and_ends_at_min_lr():
-    run = run_of(Config(max_steps=100, warmup_steps=10, max_lr=1.0, min_lr=0.1, cooldown=0.5))
-    assert trapezoid(0, run) == pytest.approx(0.1)
-    assert trapezoid(9, run) == pytest.approx(1.0)
-    assert trapezoid(75, run) == pytest.approx(0.55)
-    assert trapezoid(100, run) == pytest.approx(0.1)
+    config = Config(max_steps=100, warmup_steps=10, max_lr=1.0, min_lr=0.1, cooldown=0.5)
+    assert trapezoid(0, config) == pytest.approx(0.1)
+    assert trapezoid(9, config) == pytest.approx(1.0)
+    assert trapezoid(75, config) == pytest.approx(0.55)
+    assert trapezoid(100, config) == pytest.approx(0.1)
 
 
 def test_of_a_warmup_and_a_cooldown_at_once_the_lower_rate_counts():
-    run = run_of(Config(max_steps=100, warmup_steps=80, max_lr=1.0, min_lr=0.0, cooldown=0.8))
-    assert trapezoid(39, run) == pytest.approx(0.5)
-    assert trapezoid(60, run) == pytest.approx(0.5)
+    config = Config(max_steps=100, warmup_steps=80, max_lr=1.0, min_lr=0.0, cooldown=0.8)
+    assert trapezoid(39, config) == pytest.approx(0.5)
+    assert trapezoid(60, config) == pytest.approx(0.5)
 
 
-def test_the_rate_falls_by_tokens_where_the_batch_grows():
-    """Half of the steps of this run have a quarter of its tokens."""
+def test_the_rate_falls_by_the_share_of_the_tokens():
     config = Config(max_steps=100, warmup_steps=0, max_lr=1.0, min_lr=0.0, cooldown=1.0)
-    run = run_of(config, Config(progress={50: 0.25}.get))
-    assert trapezoid(50, run) == pytest.approx(0.75)
+    assert warmup_and_cooldown(50, 0.25, config) == pytest.approx(0.75)
 
 
 # ----------------------------------------------------------------------- a run

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from peers import Batches, GpuProcess, make_model, make_run, run_of, tokens
+from peers import Batches, GpuProcess, make_model, make_run, tokens
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import train_gpt2
@@ -22,7 +22,7 @@ from train_gpt2 import begin_step, train_step, warmup_cosine
 ])
 def test_the_rate_rises_linearly_and_falls_as_a_cosine_to_min_lr(step, expected):
     config = Config(max_steps=100, warmup_steps=10, max_lr=1.0, min_lr=0.1)
-    assert warmup_cosine(step, run_of(config)) == pytest.approx(expected)
+    assert warmup_cosine(step, config) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("warmup_steps, step, expected", [
@@ -32,7 +32,7 @@ def test_the_rate_rises_linearly_and_falls_as_a_cosine_to_min_lr(step, expected)
 ])
 def test_a_run_may_have_no_warmup_or_nothing_else(warmup_steps, step, expected):
     config = Config(max_steps=100, warmup_steps=warmup_steps, max_lr=1.0, min_lr=0.1)
-    assert warmup_cosine(step, run_of(config)) == pytest.approx(expected)
+    assert warmup_cosine(step, config) == pytest.approx(expected)
 
 
 def speedrun(max_steps=10):
