@@ -200,13 +200,19 @@ class Smoothed(GPT):
             logits.float(), targets.flatten(), ignore_index=-1, label_smoothing=0.1)
 
 
+class Capped(GPT):
+    def logits(self, x):
+        return 50 * torch.tanh(super().logits(x) / 50)
+
+
 class Penalized(GPT):
     def loss(self, x, targets):
         logits = self.logits(x.flatten(0, 1))
         return super().loss(x, targets) + 1e-4 * logits.logsumexp(-1).square().mean()
 
 
-@pytest.mark.parametrize("cls, uses_chunks", [(GPT, True), (Smoothed, False), (Penalized, False)])
+@pytest.mark.parametrize("cls, uses_chunks", [
+    (GPT, True), (Smoothed, False), (Penalized, False), (Capped, False)])
 def test_a_loss_that_was_changed_acts_on_a_cpu_too(cls, uses_chunks, capsys):
     torch.manual_seed(3)
     net = cls(GPTConfig(**TINY))
@@ -388,6 +394,19 @@ def test_an_optimizer_that_keeps_what_cannot_be_saved_is_refused_in_its_first_st
     run.state.optimizer = train_gpt2.CombinedOptimizer(
         net, [Odd(net.parameters(), 0.1)], run.process)
     with pytest.raises(RunError, match="Odd"):
+        train_steps(run, [0])
+
+
+def test_an_object_in_a_group_is_refused_in_the_first_step():
+    class Odd(torch.optim.SGD):
+        def step(self, closure=None):
+            self.param_groups[0]["odd"] = {1, 2}
+
+    net = GPT(GPTConfig(**TINY))
+    run = make_run(net)
+    run.state.optimizer = train_gpt2.CombinedOptimizer(
+        net, [Odd(net.parameters(), 0.1)], run.process)
+    with pytest.raises(RunError, match="group"):
         train_steps(run, [0])
 
 

@@ -10,7 +10,7 @@ import pytest
 from config import Config
 from runtime import shards
 from runtime.cli import RunError, UserError
-from runtime.dataloader import TokenDataset, open_data
+from runtime.dataloader import TokenDataset, read_data
 from runtime.shards import (
     count_tokens,
     list_shards,
@@ -66,7 +66,7 @@ def test_nanogpts_two_files_are_the_shards_of_their_folder(tmp_path):
 
 def test_nanogpts_two_files_are_trained_on(tmp_path):
     write_nanogpt(tmp_path)
-    data = open_data(Config(data=tmp_path, sequence_length=9))
+    data = read_data(Config(data=tmp_path, sequence_length=9))
     assert data.train.total == 11
     assert data.val.read(0, 1).tolist() == [TOKENS[:10].tolist()]
 
@@ -75,7 +75,7 @@ def test_a_token_of_nanogpts_files_above_the_vocabulary_is_refused(tmp_path):
     write_nanogpt(tmp_path)
     np.array([50257] * 30, dtype=np.uint16).tofile(tmp_path / "train.bin")
     with pytest.raises(UserError, match="train.bin.*50257"):
-        open_data(Config(data=tmp_path, sequence_length=9))
+        read_data(Config(data=tmp_path, sequence_length=9))
 
 
 # ------------------------------------------------------------------------- names
