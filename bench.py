@@ -102,8 +102,9 @@ def parse_timed(command: str, clone: str | None, words: list[str]):
 
 
 def print_machine(flags: dict) -> None:
-    print(f"{hardware.device_name(flags['device'])}, {torch.get_num_threads()} threads, torch "
-          f"{torch.__version__}, {date.today()}", flush=True)
+    name = hardware.device_name(flags["device"])
+    threads = torch.get_num_threads()
+    print(f"{name}, {threads} threads, torch {torch.__version__}, {date.today()}", flush=True)
 
 
 def write_tokens(folder: str, flags: dict) -> str:
@@ -131,11 +132,14 @@ def execute(words: list, folder: str) -> str:
 def time_run(flags: dict, folder: str) -> Timing:
     """A run of train_gpt2.py with these flags."""
     out = tempfile.mkdtemp(dir=folder)
-    words = [f"--{name}={value}" for name, value in (flags | dict(out=out)).items()]
+    flags = flags | dict(out=out)
+    words = [f"--{name}={value}" for name, value in flags.items()]
     printed = execute([SCRIPT, *words], folder)
+
     tokens = flags["total_batch_size"]
     rows = read_metrics(Path(out, "metrics.csv"))[WARMUP:]
-    return Timing([tokens / row["tokens_per_second"] for row in rows], tokens, printed)
+    seconds = [tokens / row["tokens_per_second"] for row in rows]
+    return Timing(seconds, tokens, printed)
 
 
 def step_cells(timings: list[Timing]) -> dict:
@@ -204,9 +208,13 @@ def ladder_rows(timings: dict[str, list[Timing]]) -> list[dict]:
     rows = []
     rates = []                          # tokens per second
     for name, turns in timings.items():
-        rates.append(turns[0].tokens / median_step(turns))
-        gain, in_all = rates[-1] / rates[max(0, len(rates) - 2)], rates[-1] / rates[0]
-        gains = {"gain": f"{gain:.2f}x", "in all": f"{in_all:.2f}x"}
+        rate = turns[0].tokens / median_step(turns)
+        rates.append(rate)
+        below = rates[max(0, len(rates) - 2)]
+        gains = {
+            "gain": f"{rate / below:.2f}x",
+            "in all": f"{rate / rates[0]:.2f}x",
+        }
         rows.append({"rung": name} | step_cells(turns) | gains)
     return rows
 
