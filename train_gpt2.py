@@ -238,7 +238,7 @@ def validation_loss(data: Data, B: int, state: TrainState, process: Process) -> 
         del loss            # and with it what a backward would need, before the next batch
 
     loss_sum, count = process.sum(loss_sum.item(), count.item())
-    return loss_sum / count
+    return loss_sum / max(1, count)
 
 
 def hellaswag_score(run: Run) -> tuple[int, int]:
