@@ -413,9 +413,10 @@ def test_an_object_in_a_group_is_refused_in_the_first_step():
 def print_buffer_of_rank():
     process = train_gpt2.start_process("cpu")
     net = GPT(GPTConfig(**TINY))
-    net.register_buffer("mean", torch.full((3,), float(process.rank + 5)))
+    net.register_buffer("mean", torch.zeros(3))
     run = make_run(net, process=process)
     run.state.ddp_model = net                   # without DDP, which exchanges gradients only
+    net.mean.fill_(process.rank + 5)
     train_steps(run, [0])
     print(json.dumps(net.mean.tolist()))
 
