@@ -328,8 +328,8 @@ class MoE(nn.Module):
         (TRAIN, "            _, loss = state.compiled_model(x, y)\n",
          '            _, loss = state.others["ema"](x, y)\n'),
     ]),
-    Edit("adafactor", "torch's", [
-        (MODEL, ADAMW, "torch.optim.Adafactor(groups, lr=max_lr)")]),
+    Edit("adafactor", "torch's, with a rate of its own", [
+        (MODEL, ADAMW, "torch.optim.Adafactor(groups, lr=10 * max_lr)")]),
     Edit("lion", "a class of one's own", [
         before(MODEL, BEFORE_GPT, '''\
 class Lion(torch.optim.Optimizer):
@@ -374,7 +374,7 @@ class Shampoo(torch.optim.Optimizer):
 
 
 '''),
-        (MODEL, ADAMW, 'Shampoo(groups, {"lr": max_lr})'),
+        (MODEL, ADAMW, 'Shampoo(groups, {"lr": 30 * max_lr})'),
     ]),
     Edit("schedule_free", "an optimizer that counts in its groups", [
         before(MODEL, BEFORE_GPT, '''\
