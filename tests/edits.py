@@ -46,10 +46,10 @@ MODEL, TRAIN = "model.py", "train_gpt2.py"
 
 @dataclass
 class Edit:
-    """`changes` are (file, old text, new text); each old text is in its file once."""
+    """`changes` are (file, old text, new text), or of whole lines: `before`, `after`, `instead`."""
     name: str
     what: str
-    changes: list[tuple[str, str, str]]
+    changes: list[tuple]
     expected: str = "holds"         # or "told": ends in one line; or "documented"
     flags: tuple = ()
     data: str = "bytes"             # which shards: see make_data
@@ -66,41 +66,63 @@ class Edit:
 
 ATTEND = "self.attn(self.ln_1(x), past)"
 FEED = "self.mlp(self.ln_2(x))"
-KERNEL = '    if kernel == "naive" or formula_is_faster(q, S):\n'
-MASK = 'device=q.device).triu(1)\n        scores = scores + future\n'
+KERNEL = 'if kernel == "naive" or formula_is_faster(q, S):'
+MASKED = "scores = scores + future"
 BLOCK_MADE = "        self.mlp = MLP(config)\n"
-BLOCK_BEGINS = "        x = x + self.attn(self.ln_1(x), past)\n"
-APPEND = "        if past is not None:\n            k, v = past.append(self, k, v)"
-Y = "        y = attention(q, k, v, self.kernel)  "
-HEAD_SIZE = "        self.head_size = head_size(config)\n"
-BEFORE_ATTENTION = "class CausalSelfAttention(nn.Module):\n"
-BEFORE_BLOCK = "class Block(nn.Module):\n"
-TIED = "        self.lm_head.weight = self.transformer.wte.weight       # tied (arXiv:1608.05859)\n"
-INITIALISED = "            self.init_weights()\n"
-CROSS_ENTROPY = ("        return F.cross_entropy(logits.float(), targets.flatten(), "
-                 "ignore_index=-1)\n")
-LOSS = "        return None, self.loss(x, targets)      # without"
-LAST = "        return self.transformer.ln_f(x)\n"
-ADAMW = "        return [torch.optim.AdamW(groups, lr=max_lr, betas=betas, eps=eps, fused=True)]\n"
-BEFORE_GPT = "class GPT(LanguageModel):\n"
-STATE = "    return TrainState(model, compiled_model, ddp_model, optimizer, scaler, autocast)\n"
+BLOCK_BEGINS = f"        x = x + {ATTEND}\n"
+BEFORE_CACHE = "        if past is not None:"
+ATTENTION = "y = attention(q, k, v, self.kernel)"
+HEADS = "self.n_head = config.n_head"
+BEFORE_ATTENTION = "class CausalSelfAttention(nn.Module):"
+BEFORE_BLOCK = "class Block(nn.Module):"
+TIED = "self.lm_head.weight = self.transformer.wte.weight"
+INITIALISED = " self.init_weights()"
+STD = 'std = projection_std if name.endswith("c_proj") else 0.02'
+CROSS_ENTROPY = "return F.cross_entropy(logits, targets.flatten(), ignore_index=-1)"
+LOSS = "return None, self.loss(x, targets)"
+LAST = "return self.transformer.ln_f(x)"
+MATRICES = '{"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},'
+ADAMW = "torch.optim.AdamW(groups, lr=max_lr, betas=betas, eps=eps, fused=True)"
+BEFORE_GPT = "class GPT(LanguageModel):"
+STATE = "return TrainState(model, compiled_model, ddp_model, optimizer, scaler, autocast)"
 BEFORE_STEP = f"# {'-' * 77} a step\n"
-BATCH = "        x, y = run.loader.next_batch()      # (B, T) each; y is x one token later\n"
-
-NO_POSITIONS = [
-    (MODEL, '            "wpe": Embedding(config.block_size, C),\n', ""),
-    (MODEL, f"        positions = torch.arange(first, S, device=idx.device){' ' * 19}# (T,)\n", ""),
-    (MODEL, " + self.transformer.wpe(positions)", ""),
-]
+BATCH = "x, y = run.loader.next_batch()"
 
 
-def on_top(file, old, new):
-    """The change that puts `new` before `old`."""
-    return (file, old, new + old)
+def before(file, old, new):
+    """The change that puts the lines `new` before the line in which `old` begins."""
+    return (file, old, new, "before")
 
 
 def after(file, old, new):
-    return (file, old, old + new)
+    return (file, old, new, "after")
+
+
+def instead(file, old, new):
+    """The change that has `new` in the place of whole lines: of that with `old`, and its comment"""
+    return (file, old, new, "instead")
+
+
+def changed(text, old, new, where=""):
+    """The text of a file with one change. `old` has to be in it once."""
+    assert text.count(old) == 1, f"{text.count(old)} times: {old!r}"
+    begin = text.index(old)
+    end = begin + len(old)
+    if where:                           # whole lines
+        begin = text.rfind("\n", 0, begin) + 1
+        end = text.index("\n", end - 1) + 1
+    if where == "before":
+        end = begin
+    if where == "after":
+        begin = end
+    return text[:begin] + new + text[end:]
+
+
+NO_POSITIONS = [
+    instead(MODEL, '"wpe": Embedding(', ""),
+    instead(MODEL, "positions = torch.arange(first, S", ""),
+    (MODEL, " + self.transformer.wpe(positions)", ""),
+]
 
 
 # ----------------------------------------------------------------------- the 35 kinds, 43 variants
@@ -111,20 +133,20 @@ EDITS = [
         (MODEL, FEED, f"F.dropout({FEED}, 0.1, self.training)"),
     ], ranks="random"),
     Edit("dropout_field", "its rate is a field of GPTConfig, a float", [
-        on_top(MODEL, '    gelu: str = "tanh"', "    dropout: float = 0.1\n"),
+        before(MODEL, '    gelu: str = "tanh"', "    dropout: float = 0.1\n"),
         after(MODEL, BLOCK_MADE, "        self.drop = nn.Dropout(config.dropout)\n"),
         (MODEL, ATTEND, f"self.drop({ATTEND})"),
         (MODEL, FEED, f"self.drop({FEED})"),
     ], ranks="random"),
     Edit("bool_field", "a switch in GPTConfig", [
-        on_top(MODEL, '    gelu: str = "tanh"', "    parallel: bool = True\n"),
+        before(MODEL, '    gelu: str = "tanh"', "    parallel: bool = True\n"),
         after(MODEL, BLOCK_MADE, "        self.parallel = config.parallel\n"),
-        on_top(MODEL, BLOCK_BEGINS, "        if self.parallel:\n"
+        before(MODEL, BLOCK_BEGINS, "        if self.parallel:\n"
                f"            return x + {ATTEND} + {FEED}\n"),
     ]),
     Edit("rope", "rotary positions for wpe, with angles of each forward", [
         *NO_POSITIONS,
-        on_top(MODEL, BEFORE_ATTENTION, '''\
+        before(MODEL, BEFORE_ATTENTION, '''\
 def rotate(x, first):
     hs = x.size(-1)
     frequencies = 10000.0 ** (-torch.arange(0, hs, 2, device=x.device) / hs)
@@ -135,82 +157,82 @@ def rotate(x, first):
 
 
 '''),
-        on_top(MODEL, APPEND, "        first = 0 if past is None else past.length\n"
+        before(MODEL, BEFORE_CACHE, "        first = 0 if past is None else past.length\n"
                "        q, k = rotate(q, first), rotate(k, first)\n"),
     ]),
     Edit("rope_tables", "its tables are buffers, not saved; each forward begins at position 0", [
         *NO_POSITIONS,
-        after(MODEL, HEAD_SIZE, '''\
-        hs = self.head_size
+        after(MODEL, HEADS, '''\
+        hs = C // self.n_head
         frequencies = 10000.0 ** (-torch.arange(0, hs, 2) / hs)
         angles = torch.outer(torch.arange(config.block_size), frequencies)[:, None]
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 '''),
-        on_top(MODEL, BEFORE_ATTENTION, '''\
+        before(MODEL, BEFORE_ATTENTION, '''\
 def rotate(x, cos, sin):
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
 
 
 '''),
-        on_top(MODEL, APPEND, "        cos, sin = self.cos[:T], self.sin[:T]\n"
+        before(MODEL, BEFORE_CACHE, "        cos, sin = self.cos[:T], self.sin[:T]\n"
                "        q, k = rotate(q, cos, sin), rotate(k, cos, sin)\n"),
     ]),
     Edit("rmsnorm", "for LayerNorm", [
         (MODEL, "    LayerNorm,\n", ""),
-        on_top(MODEL, "@dataclass\nclass GPTConfig", "LayerNorm = nn.RMSNorm\n\n\n"),
+        before(MODEL, "@dataclass\nclass GPTConfig", "LayerNorm = nn.RMSNorm\n\n\n"),
     ]),
     Edit("no_biases", "RMSNorm, and Linear without biases: nanoGPT's bias=False", [
         (MODEL, "    LayerNorm,\n", ""),
-        on_top(MODEL, "@dataclass\nclass GPTConfig", "LayerNorm = nn.RMSNorm\n\n\n"),
-        (MODEL, "Linear(C, 3 * C) ", "Linear(C, 3 * C, bias=False) "),
+        before(MODEL, "@dataclass\nclass GPTConfig", "LayerNorm = nn.RMSNorm\n\n\n"),
+        (MODEL, "Linear(C, 3 * C)", "Linear(C, 3 * C, bias=False)"),
         (MODEL, "self.c_proj = Linear(C, C)", "self.c_proj = Linear(C, C, bias=False)"),
         (MODEL, "Linear(C, 4 * C)", "Linear(C, 4 * C, bias=False)"),
         (MODEL, "Linear(4 * C, C)", "Linear(4 * C, C, bias=False)"),
     ]),
     Edit("mask_buffer", "nanoGPT's attention, whose mask is the buffer `bias`", [
-        after(MODEL, HEAD_SIZE, '''\
+        after(MODEL, HEADS, '''\
         n = config.block_size
         self.register_buffer("bias", torch.tril(torch.ones(n, n)).view(1, 1, n, n))
 '''),
-        (MODEL, Y, '''\
+        instead(MODEL, ATTENTION, '''\
         S, q, k, v = k.size(1), q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        att = q @ k.transpose(-2, -1) / math.sqrt(self.head_size)
+        att = q @ k.transpose(-2, -1) / math.sqrt(hs)
         att = att.masked_fill(self.bias[:, :, S - T:S, :S] == 0, float("-inf"))
-        y = (F.softmax(att, dim=-1) @ v).transpose(1, 2)  '''),
+        y = (F.softmax(att, dim=-1) @ v).transpose(1, 2)
+'''),
     ], same=True),
     Edit("next_proj", "a head for the token after the next, under self.training", [
-        on_top(MODEL, TIED, "        self.next_proj = Linear(C, C)\n"),
-        (MODEL, LOSS, '''\
+        before(MODEL, TIED, "        self.next_proj = Linear(C, C)\n"),
+        instead(MODEL, LOSS, '''\
         loss = self.loss(x, targets)
         if self.training:
             loss = loss + 0.3 * self.loss(self.next_proj(x)[:, :-1], targets[:, 1:])
-        return None, loss      # without'''),
+        return None, loss
+'''),
     ]),
     Edit("swiglu", "a gate in MLP", [
-        on_top(MODEL, "        self.gelu = GELU", "        self.c_gate = Linear(C, 4 * C)\n"),
-        (MODEL, " x = self.c_fc(x)  ", " x = F.silu(self.c_gate(x)) * self.c_fc(x)  "),
+        before(MODEL, "        self.gelu = GELU", "        self.c_gate = Linear(C, 4 * C)\n"),
+        (MODEL, " x = self.c_fc(x)", " x = F.silu(self.c_gate(x)) * self.c_fc(x)"),
     ]),
     Edit("no_initialisation", "the gate is a Parameter that nobody draws", [
-        on_top(MODEL, "        self.gelu = GELU",
+        before(MODEL, "        self.gelu = GELU",
                "        self.gate = nn.Parameter(torch.empty(4 * C, C))\n"),
-        (MODEL, "        x = self.c_fc(x)  ",
-         "        x = F.silu(F.linear(x, self.gate)) * self.c_fc(x)  "),
+        (MODEL, " x = self.c_fc(x)", " x = F.silu(F.linear(x, self.gate)) * self.c_fc(x)"),
     ], expected="told"),
     Edit("gqa", "one head of keys and values for all queries", [
-        (MODEL, "Linear(C, 3 * C) ", "Linear(C, C + 2 * head_size(config)) "),
-        (MODEL, ".split(C, dim=2) ", ".split((C, self.head_size, self.head_size), dim=2) "),
+        (MODEL, "Linear(C, 3 * C)", "Linear(C, C + 2 * (C // config.n_head))"),
+        (MODEL, ".split(C, dim=2)", ".split((C, hs, hs), dim=2)"),
         (MODEL, "k = k.view(B, T, self.n_head,", "k = k.view(B, T, 1,"),
         (MODEL, "v = v.view(B, T, self.n_head,", "v = v.view(B, T, 1,"),
-        on_top(MODEL, Y, "        k, v = k.expand(-1, -1, self.n_head, -1), "
+        before(MODEL, ATTENTION, "        k, v = k.expand(-1, -1, self.n_head, -1), "
                "v.expand(-1, -1, self.n_head, -1)\n"),
     ]),
     Edit("alibi", "in the formula of attention, which knows of no cache", [
         *NO_POSITIONS,
-        (MODEL, KERNEL, "    if True:\n"),
-        (MODEL, MASK, '''\
-device=q.device).triu(1)
+        (MODEL, KERNEL, "if True:"),
+        instead(MODEL, MASKED, '''\
         distance = torch.arange(T)[:, None] - torch.arange(T)
         slopes = 2.0 ** -torch.arange(1, q.size(1) + 1)
         scores = scores + future - slopes[:, None, None] * distance
@@ -218,36 +240,37 @@ device=q.device).triu(1)
     ]),
     Edit("no_positions", "no wpe", NO_POSITIONS),
     Edit("window", "each token sees 8, in the mask of the formula", [
-        (MODEL, KERNEL, "    if True:\n"),
-        (MODEL, MASK, '''\
-device=q.device).triu(1)
+        after(MODEL, 'recipe = "gpt2"', "    window = 8\n"),
+        (MODEL, KERNEL, "if True:"),
+        instead(MODEL, MASKED, '''\
         scores = scores + future + torch.full_like(future, float("-inf")).tril(-8)
 '''),
     ]),
     Edit("mixer", "a running mean of the values for attention, without a cache", [
-        (MODEL, APPEND + "                                      # (B, S, nh, hs)\n", ""),
-        (MODEL, Y, "        y = v.cumsum(1) / torch.arange(1, T + 1)[:, None, None]  "),
+        instead(MODEL, BEFORE_CACHE, ""),
+        instead(MODEL, "k, v = past.append(", ""),
+        (MODEL, ATTENTION, "y = v.cumsum(1) / torch.arange(1, T + 1)[:, None, None]"),
     ]),
     Edit("qk_norm", "with gains", [
-        after(MODEL, HEAD_SIZE, '''\
-        self.q_norm = nn.RMSNorm(self.head_size)
-        self.k_norm = nn.RMSNorm(self.head_size)
+        after(MODEL, HEADS, '''\
+        self.q_norm = nn.RMSNorm(C // self.n_head)
+        self.k_norm = nn.RMSNorm(C // self.n_head)
 '''),
-        on_top(MODEL, APPEND, "        q, k = self.q_norm(q), self.k_norm(k)\n"),
+        before(MODEL, BEFORE_CACHE, "        q, k = self.q_norm(q), self.k_norm(k)\n"),
     ]),
     Edit("parallel", "attention and MLP side by side, one norm", [
         (MODEL, "        self.ln_2 = LayerNorm(config.n_embd)\n", ""),
         (MODEL, BLOCK_BEGINS + f"        x = x + {FEED}\n",
          f"        x = x + {ATTEND} + self.mlp(self.ln_1(x))\n"),
     ]),
-    Edit("untied", "a head of its own", [(MODEL, TIED, "")]),
+    Edit("untied", "a head of its own", [instead(MODEL, TIED, "")]),
     Edit("untied_zero", "a head of its own that is zero at first", [
-        (MODEL, TIED, ""),
+        instead(MODEL, TIED, ""),
         (MODEL, " module.bias.zero_()\n",
          " module.bias.zero_()\n        self.lm_head.weight.zero_()\n"),
     ]),
     Edit("moe", "4 experts of which 2 compute, and a loss of their balance", [
-        on_top(MODEL, BEFORE_BLOCK, '''\
+        before(MODEL, BEFORE_BLOCK, '''\
 class MoE(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -267,26 +290,27 @@ class MoE(nn.Module):
 
 '''),
         (MODEL, BLOCK_MADE, "        self.mlp = MoE(config)\n"),
-        (MODEL, LOSS, '''\
+        instead(MODEL, LOSS, '''\
         loss = self.loss(x, targets)
         if self.training:
             loss = loss + 0.1 * sum(block.mlp.balance for block in self.transformer.h)
-        return None, loss      # without'''),
+        return None, loss
+'''),
     ], ranks="micro-batch"),
     Edit("label_smoothing", "at F.cross_entropy", [
         (MODEL, CROSS_ENTROPY,
          CROSS_ENTROPY.replace("ignore_index=-1", "ignore_index=-1, label_smoothing=0.1")),
     ]),
     Edit("z_loss", "added to the cross-entropy", [
-        (MODEL, CROSS_ENTROPY, CROSS_ENTROPY.replace("return", "loss =") + '''\
-        return loss + 1e-2 * logits.float().logsumexp(-1).square().mean()
+        (MODEL, CROSS_ENTROPY, CROSS_ENTROPY.replace("return", "loss =")),
+        after(MODEL, CROSS_ENTROPY.replace("return", "loss ="), '''\
+        return loss + 1e-2 * logits.logsumexp(-1).square().mean()
 '''),
     ]),
     Edit("mup", "matrices are drawn and learn by the width", [
-        after(MODEL, '            std = projection_std if name.endswith("c_proj") else 0.02\n',
+        after(MODEL, STD,
               "            std *= (64 / self.config.n_embd) ** 0.5\n"),
-        (MODEL, '            {"params": [p for p in params if p.dim() >= 2], "weight_decay": '
-         'weight_decay},\n', '''\
+        instead(MODEL, MATRICES, '''\
             {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay,
              "lr": max_lr * 64 / self.config.n_embd},
 '''),
@@ -294,7 +318,7 @@ class MoE(nn.Module):
     Edit("ema", "torch's AveragedModel in `others`, which is validated", [
         after(TRAIN, "from torch.nn.parallel import DistributedDataParallel as DDP\n",
               "from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn\n"),
-        (TRAIN, STATE, '''\
+        instead(TRAIN, STATE, '''\
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     return TrainState(
         model, compiled_model, ddp_model, optimizer, scaler, autocast, others={"ema": ema})
@@ -304,10 +328,10 @@ class MoE(nn.Module):
         (TRAIN, "            _, loss = state.compiled_model(x, y)\n",
          '            _, loss = state.others["ema"](x, y)\n'),
     ]),
-    Edit("adafactor", "torch's", [
-        (MODEL, ADAMW, "        return [torch.optim.Adafactor(groups, lr=max_lr)]\n")]),
+    Edit("adafactor", "torch's, with a rate of its own", [
+        (MODEL, ADAMW, "torch.optim.Adafactor(groups, lr=10 * max_lr)")]),
     Edit("lion", "a class of one's own", [
-        on_top(MODEL, BEFORE_GPT, '''\
+        before(MODEL, BEFORE_GPT, '''\
 class Lion(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
@@ -324,10 +348,10 @@ class Lion(torch.optim.Optimizer):
 
 
 '''),
-        (MODEL, ADAMW, '        return [Lion(groups, {"lr": max_lr})]\n'),
+        (MODEL, ADAMW, 'Lion(groups, {"lr": max_lr})'),
     ]),
     Edit("shampoo", "lists of tensors in its state", [
-        on_top(MODEL, BEFORE_GPT, '''\
+        before(MODEL, BEFORE_GPT, '''\
 class Shampoo(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
@@ -350,10 +374,10 @@ class Shampoo(torch.optim.Optimizer):
 
 
 '''),
-        (MODEL, ADAMW, '        return [Shampoo(groups, {"lr": max_lr})]\n'),
+        (MODEL, ADAMW, 'Shampoo(groups, {"lr": 30 * max_lr})'),
     ]),
     Edit("schedule_free", "an optimizer that counts in its groups", [
-        on_top(MODEL, BEFORE_GPT, '''\
+        before(MODEL, BEFORE_GPT, '''\
 class ScheduleFree(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
@@ -370,10 +394,10 @@ class ScheduleFree(torch.optim.Optimizer):
 
 
 '''),
-        (MODEL, ADAMW, '        return [ScheduleFree(groups, {"lr": max_lr})]\n'),
+        (MODEL, ADAMW, 'ScheduleFree(groups, {"lr": max_lr})'),
     ]),
     Edit("plateau", "the rate halves where a validation is no better, by `others`", [
-        on_top(TRAIN, BEFORE_STEP, '''\
+        before(TRAIN, BEFORE_STEP, '''\
 class Plateau:
     def __init__(self):
         self.best, self.scale = math.inf, 1.0
@@ -391,11 +415,11 @@ class Plateau:
 
 
 '''),
-        (TRAIN, STATE, '''\
+        instead(TRAIN, STATE, '''\
     return TrainState(model, compiled_model, ddp_model, optimizer, scaler, autocast,
                       others={"plateau": Plateau()})
 '''),
-        on_top(TRAIN, "    for group in run.state.optimizer.groups():\n",
+        before(TRAIN, "    for group in run.state.optimizer.groups():\n",
                '    scale *= run.state.others["plateau"].scale\n'),
         after(TRAIN, '        found["val"] = loss\n',
               '        run.state.others["plateau"].see(loss)\n'),
@@ -434,7 +458,7 @@ def new_encoding'''),
     ], flags=("--vocab_size", "65"), data="characters", same=True),
     Edit("second_validation", "of another text, a column of metrics.csv", [
         after("runtime/metrics.py", '    "hella": ".6f",\n', '    "other": ".6f",\n'),
-        on_top(TRAIN, '        run.log.line(step, f"validation loss: ', '''\
+        before(TRAIN, '        run.log.line(step, f"validation loss: ', '''\
         other = dataloader.TokenDataset(
             dataloader.list_shards(config.data, "train"), config.sequence_length)
         found["other"] = validation_loss(
@@ -443,14 +467,13 @@ def new_encoding'''),
     ], same=True),
     Edit("norm_of_a_layer", "on the console and in metrics.csv", [
         after("runtime/metrics.py", '    "norm": ".4f",\n', '    "last_norm": ".4f",\n'),
-        on_top(TRAIN, "    if run.config.grad_clip < math.inf:\n", '''\
+        before(TRAIN, "    if run.config.grad_clip < math.inf:\n", '''\
     last = state.model.transformer.h[-1].parameters()
     last_norm = torch.nn.utils.get_total_norm([p.grad for p in last])
 '''),
-        (TRAIN, "    return torch.stack((loss, norm, votes))\n",
-         "    return torch.stack((loss, norm, votes, last_norm))\n"),
-        (TRAIN, "        loss, norm, votes = done.read_numbers()\n",
-         "        loss, norm, votes, last_norm = done.read_numbers()\n"),
+        (TRAIN, "torch.stack((loss, norm, votes))",
+         "torch.stack((loss, norm, votes, last_norm))"),
+        (TRAIN, "loss, norm, votes = done.", "loss, norm, votes, last_norm = done."),
         after(TRAIN, "        rate = run.schedule.tokens(done.step) / seconds\n", '''\
         run.log.line(done.step, f"norm of the last block: {last_norm:.2f}")
         run.output.add(done.step, last_norm=last_norm)
@@ -463,7 +486,7 @@ def new_encoding'''),
 '''),
     ], flags=("--max_lr", "1"), same=True),
     Edit("lora", "of c_attn; all else is frozen", [
-        on_top(MODEL, HEAD_SIZE, '''\
+        after(MODEL, HEADS, '''\
         self.lora_a = Linear(C, 4, bias=False)
         self.lora_b = Linear(4, 3 * C, bias=False)
 '''),
@@ -474,8 +497,7 @@ def new_encoding'''),
 '''),
     ]),
     Edit("decay", "of matrices, not of embeddings", [
-        (MODEL, '            {"params": [p for p in params if p.dim() >= 2], "weight_decay": '
-         'weight_decay},\n', '''\
+        instead(MODEL, MATRICES, '''\
             {"params": list(self.transformer.wte.parameters()), "weight_decay": 0.0},
             {"params": list(self.transformer.wpe.parameters()), "weight_decay": 0.0},
             {"params": [p for p in self.transformer.h.parameters() if p.dim() >= 2],
@@ -483,21 +505,21 @@ def new_encoding'''),
 '''),
     ], flags=("--weight_decay", "10"), same=True),
     Edit("loss_mask", "no loss after a line end: targets of -1", [
-        on_top(MODEL, LOSS, "        targets = targets.masked_fill(idx == 10, -1)\n"),
+        before(MODEL, LOSS, "        targets = targets.masked_fill(idx == 10, -1)\n"),
     ], expected="documented", documented={"ranks": "a mean of means (CONTRIBUTING.md)"}),
     Edit("frozen_wpe", "by requires_grad_", [
         after(MODEL, INITIALISED, "        self.transformer.wpe.weight.requires_grad_(False)\n")]),
     Edit("frozen_wte", "and with it the head", [
         after(MODEL, INITIALISED, "        self.transformer.wte.weight.requires_grad_(False)\n")]),
     Edit("noise", "in the gradients, before the update", [
-        on_top(TRAIN, "    state.scaler.step(state.optimizer)\n", '''\
+        before(TRAIN, "    state.scaler.step(state.optimizer)\n", '''\
     for p in parameters:
         p.grad.add_(torch.randn_like(p), alpha=1e-2)
 '''),
     ]),
     Edit("statistics", "a buffer that training changes", [
-        on_top(MODEL, TIED, '        self.register_buffer("mean", torch.zeros(C))\n'),
-        (MODEL, LAST, '''\
+        before(MODEL, TIED, '        self.register_buffer("mean", torch.zeros(C))\n'),
+        instead(MODEL, LAST, '''\
         if self.training:
             self.mean.lerp_(x.detach().mean((0, 1)), 0.1)
         return self.transformer.ln_f(x - self.mean)
@@ -511,8 +533,8 @@ EDITS += [
     Edit("value_embeddings", "a second table, added to the values of all blocks (nanochat)", [
         after(MODEL, '            "wpe": Embedding(config.block_size, C),\n',
               '            "ve": Embedding(V, C),\n'),
-        (MODEL, "            x = block(x, past)\n",
-         "            x = block(x, past, self.transformer.ve(idx[:, first:]))\n"),
+        (MODEL, "x = block(x, past)",
+         "x = block(x, past, self.transformer.ve(idx[:, first:]))"),
         (MODEL, "    def forward(self, x, past=None):\n" + BLOCK_BEGINS,
          "    def forward(self, x, past=None, ve=None):\n"
          "        x = x + self.attn(self.ln_1(x), past, ve)\n"),
@@ -521,8 +543,7 @@ EDITS += [
         (MODEL, "v = v.view(", "v = (v + ve).view("),
     ]),
     Edit("softcap", "of the logits, 15 tanh(z / 15) (Gemma 2, nanochat)", [
-        (MODEL, "        return self.lm_head(x)\n",
-         "        return 15 * torch.tanh(self.lm_head(x) / 15)\n"),
+        (MODEL, "self.lm_head(x)", "15 * torch.tanh(self.lm_head(x) / 15)"),
     ]),
     Edit("sandwich", "norms behind attention and MLP, too (Gemma 2)", [
         after(MODEL, BLOCK_MADE, '''\
@@ -543,10 +564,10 @@ EDITS += [
         n = (y >= 0).sum()
         targets += n
 '''),
-        (TRAIN, "        loss = loss / micro_steps\n", "        loss = loss * n\n"),
+        (TRAIN, "loss = loss / micro_steps", "loss = loss * n"),
         after(TRAIN, "    loss_accum = torch.zeros((), device=process.device)\n",
               "    targets = torch.zeros((), device=process.device)\n"),
-        on_top(TRAIN, "    loss, votes = mean_loss_and_votes(loss_accum, process)\n", '''\
+        before(TRAIN, "    loss, votes = mean_loss_and_votes(loss_accum, process)\n", '''\
     if process.world_size > 1:
         dist.all_reduce(targets)
     share = process.world_size / targets
@@ -556,19 +577,19 @@ EDITS += [
 '''),
     ]),
     Edit("stochastic_depth", "each block is left out of 1 in 5 micro-batches (timm)", [
-        on_top(MODEL, BLOCK_BEGINS,
+        before(MODEL, BLOCK_BEGINS,
                "        keep = 1.0 if not self.training else (torch.rand(()) < 0.8) / 0.8\n"),
         (MODEL, ATTEND, f"keep * {ATTEND}"),
         (MODEL, FEED, f"keep * {FEED}"),
     ], ranks="random"),
     Edit("tied_qk", "keys are the queries (Reformer)", [
-        (MODEL, "Linear(C, 3 * C) ", "Linear(C, 2 * C) "),
+        (MODEL, "Linear(C, 3 * C)", "Linear(C, 2 * C)"),
         (MODEL, "q, k, v = self.c_attn(x).split(C", "q, v = self.c_attn(x).split(C"),
-        (MODEL, "        k = k.view(B, T, self.n_head, self.head_size)\n", "        k = q\n"),
+        (MODEL, "k = k.view(B, T, self.n_head, hs)", "k = q"),
     ]),
     Edit("restarts", "of the cosine (arXiv:1608.03983)", [
-        (TRAIN, "(config.max_steps - config.warmup_steps)     # 0 to 1",
-         "(config.max_steps - config.warmup_steps) * 2 % 1     # 0 to 1"),
+        (TRAIN, "/ (config.max_steps - config.warmup_steps)",
+         "/ (config.max_steps - config.warmup_steps) * 2 % 1"),
     ]),
     Edit("rates_by_layer", "lower in the first blocks (BERT's fine-tuning)", [
         (MODEL, '''\
@@ -589,32 +610,33 @@ EDITS += [
     Edit("documents", "a token sees its own document only (nanochat, modded-nanogpt)", [
         after(MODEL, "from runtime.language_model import LanguageModel\n",
               "from runtime.tokenizer import EOT\n"),
-        (MODEL, "            x = block(x, past)\n",
-         "            x = block(x, past, (idx == EOT).cumsum(1))\n"),
+        (MODEL, "x = block(x, past)", "x = block(x, past, (idx == EOT).cumsum(1))"),
         (MODEL, "    def forward(self, x, past=None):\n" + BLOCK_BEGINS,
          "    def forward(self, x, past=None, documents=None):\n"
          "        x = x + self.attn(self.ln_1(x), past, documents)\n"),
         (MODEL, "    def forward(self, x, past=None):\n        B, T, C = x.size()\n",
          "    def forward(self, x, past=None, documents=None):\n        B, T, C = x.size()\n"),
-        (MODEL, Y, '''\
+        instead(MODEL, ATTENTION, '''\
         mask = documents[:, -T:, None] == documents[:, None, :]                 # (B, T, S)
         mask = mask.tril(documents.size(1) - T)[:, None]
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)  '''),
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+'''),
     ], flags=("--vocab_size", "50304"), data="documents", same=True),
     Edit("z_loss_in_training", "the same under self.training, in `loss` (PaLM)", [
-        (MODEL, CROSS_ENTROPY, CROSS_ENTROPY.replace("return", "loss =") + '''\
+        (MODEL, CROSS_ENTROPY, CROSS_ENTROPY.replace("return", "loss =")),
+        after(MODEL, CROSS_ENTROPY.replace("return", "loss ="), '''\
         if self.training:
-            loss = loss + 1e-2 * logits.float().logsumexp(-1).square().mean()
+            loss = loss + 1e-2 * logits.logsumexp(-1).square().mean()
         return loss
 '''),
     ]),
     Edit("token_shift", "each token gets half of the one before it (RWKV, nanochat's smear)", [
-        on_top(MODEL, "        for block in self.transformer.h:\n            x = block(x, past)\n",
+        before(MODEL, "        for block in self.transformer.h:",
                "        x = x + 0.5 * F.pad(x, (0, 0, 1, 0))[:, :-1]\n"),
     ]),
     Edit("experts_without_tokens", "16 experts of which 1 computes; one may get no tokens", [
-        on_top(MODEL, BEFORE_BLOCK, '''\
+        before(MODEL, BEFORE_BLOCK, '''\
 class MoE(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -636,7 +658,7 @@ class MoE(nn.Module):
         (TRAIN, "DDP(compiled_model, **", "DDP(compiled_model, find_unused_parameters=True, **"),
     ]),
     Edit("noise_before_clipping", "in the gradients, before their norm is taken", [
-        on_top(TRAIN, "    norm = torch.nn.utils.get_total_norm(", '''\
+        before(TRAIN, "    norm = torch.nn.utils.get_total_norm(", '''\
     for p in parameters:
         p.grad.add_(torch.randn_like(p), alpha=1e-2)
 '''),
@@ -644,7 +666,7 @@ class MoE(nn.Module):
     Edit("statistics_in_block", "a buffer of each block that training changes (a MoE's balance)", [
         after(MODEL, BLOCK_MADE,
               '        self.register_buffer("mean", torch.zeros(config.n_embd))\n'),
-        on_top(MODEL, BLOCK_BEGINS, '''\
+        before(MODEL, BLOCK_BEGINS, '''\
         if self.training:
             self.mean.lerp_(x.detach().mean((0, 1)), 0.1)
         x = x - self.mean
@@ -661,36 +683,35 @@ class MoE(nn.Module):
 
 MISTAKES = [
     Edit("mask_one_later", "each token sees the next one", [
-        (MODEL, KERNEL, "    if True:\n"), (MODEL, ".triu(1)", ".triu(2)")]),
+        (MODEL, KERNEL, "if True:"), (MODEL, ".triu(1)", ".triu(2)")]),
     Edit("mask_missing_in_one_head", "", [
-        (MODEL, KERNEL, "    if True:\n"),
-        (MODEL, "        scores = scores + future\n",
-         "        scores = torch.cat((scores[:, :1], scores[:, 1:] + future), dim=1)\n")]),
+        (MODEL, KERNEL, "if True:"),
+        (MODEL, MASKED, "scores = torch.cat((scores[:, :1], scores[:, 1:] + future), dim=1)")]),
     Edit("softmax_over_queries", "the wrong axis", [
-        (MODEL, KERNEL, "    if True:\n"),
+        (MODEL, KERNEL, "if True:"),
         (MODEL, "F.softmax(scores, dim=-1)", "F.softmax(scores, dim=-2)")]),
     Edit("batch_norm", "across the batch", [
-        (MODEL, LAST, "        x = F.batch_norm(x.mT, None, None, training=True).mT\n" + LAST)]),
+        before(MODEL, LAST, "        x = F.batch_norm(x.mT, None, None, training=True).mT\n")]),
     Edit("loss_over_inputs", "in place of the targets", [
-        (MODEL, "self.loss(x, targets)      #", "self.loss(x, idx)      #")]),
+        (MODEL, "self.loss(x, targets)", "self.loss(x, idx)")]),
     Edit("head_without_gradient", "its weight is detached", [
-        (MODEL, TIED, ""),
-        (MODEL, "self.lm_head(x)\n", "F.linear(x, self.lm_head.weight.detach())\n")]),
+        instead(MODEL, TIED, ""),
+        (MODEL, "self.lm_head(x)", "F.linear(x, self.lm_head.weight.detach())")]),
     Edit("no_optimizer", "biases and gains are in none", [
         (MODEL, "if p.dim() < 2]", "if p.dim() < 1]")]),
     Edit("wide_embedding", "drawn ten times as wide", [
-        after(MODEL, '            std = projection_std if name.endswith("c_proj") else 0.02\n',
+        after(MODEL, STD,
               "            std = 0.2 if isinstance(module, nn.Embedding) else std\n")]),
     Edit("positions_restart", "with the cache", [
         (MODEL, "torch.arange(first, S, ", "torch.arange(0, S - first, ")]),
     Edit("divided_twice", "gradients, by the number of ranks", [
-        (TRAIN, "= loss / micro_steps\n", "= loss / micro_steps / process.world_size\n")]),
+        (TRAIN, "= loss / micro_steps", "= loss / micro_steps / process.world_size")]),
     Edit("dropout_in_evaluation", "F.dropout without self.training", [
         (MODEL, FEED, f"F.dropout({FEED}, 0.1)")]),
     Edit("buffer_not_saved", "persistent=False, and training changes it", [
-        on_top(MODEL, TIED,
+        before(MODEL, TIED,
                '        self.register_buffer("mean", torch.zeros(C), persistent=False)\n'),
-        (MODEL, LAST, '''\
+        instead(MODEL, LAST, '''\
         if self.training:
             self.mean.lerp_(x.detach().mean((0, 1)), 0.1)
         return self.transformer.ln_f(x - self.mean)
@@ -937,16 +958,15 @@ def make_copy(edit: Edit, folder: Path) -> None:
     for name in ("assets", "input.txt"):
         (folder / name).symlink_to(ROOT / name)
 
-    for file, old, new in edit.changes:
+    for file, old, new, *where in edit.changes:
         text = (folder / file).read_text()
-        assert text.count(old) == 1, f"{edit.name}: {text.count(old)} times in {file}: {old!r}"
-        (folder / file).write_text(text.replace(old, new))
+        (folder / file).write_text(changed(text, old, new, *where))
 
 
 def lines_of(edit: Edit, folder: Path) -> str:
     """'+3 -2', as git counts."""
     signs = []
-    for file in {file for file, _, _ in edit.changes}:
+    for file in {change[0] for change in edit.changes}:
         before, after = [(tree / file).read_text().splitlines() for tree in (ROOT, folder)]
         difference = list(difflib.unified_diff(before, after, n=0))[2:]
         signs += [line[0] for line in difference]
@@ -1022,7 +1042,7 @@ def in_copy(name: str, data: Path) -> None:
         if edit.name == name:
             found = checked("--fast")
             if found == "ok":
-                found = checked()           # what starts processes, too
+                found = f"{checked()} (without --fast)"         # what starts processes, too
             print(json.dumps({"check": found}))
             return
     [edit] = [edit for edit in EDITS if edit.name == name]
