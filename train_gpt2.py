@@ -408,8 +408,8 @@ def something_is_due(step: int, config: Config) -> bool:
 def main(argv: list[str] | None = None) -> None:
     given = FLAGS.parse(__doc__, argv)                  # {flag: value} of the command line
     process = start_process(given.get("device", "auto"))    # first: the ranks agree on the others
-    # Two errors of torch's become one line: no memory, and a machine that does not answer.
-    with hardware.memory_errors(process.device), machines.lost_machines(process):
+    # Two errors of torch's become one line: no memory, and another rank that is gone.
+    with hardware.memory_errors(process.device), machines.lost_ranks(process):
         # The flags as asked, the values that the run uses, and the checkpoint that it starts from.
         asked, config, start = resolve(given, process)
         recipe = RECIPES[config.recipe]

@@ -1,6 +1,7 @@
 """How the ranks of several machines find each other, and notice that a machine is gone."""
 import ipaddress
 import os
+import re
 import socket
 import stat
 import sys
@@ -10,26 +11,46 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from threading import Timer
 
 import torch.distributed as dist
 
-from runtime.cli import RunError
+from runtime.cli import RunError, print_error
 from runtime.ranks import Process
 
 SILENCE = 120           # seconds without an answer after which a machine counts as gone
 ANSWER = 2              # seconds in which a machine that is there answers a call
+WAIT_TOLD_AFTER = 10    # seconds in which processes that were started together find each other
 
 
 # ----------------------------------------------------------------------- finding each other
 
 def shared_store(process: Process, timeout: timedelta) -> dist.Store:
     """The store by which the ranks of this start find each other."""
-    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    warning = Timer(WAIT_TOLD_AFTER, tell_that_it_waits, [process])
+    warning.daemon = True
+    warning.start()
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        name = name_of_start(store, process, timeout)
+    finally:
+        warning.cancel()
 
     # torchrun's store outlives a restart (pytorch issue 135712). Without a prefix of its own a rank
     # would read there the address of a dead one. The number of the restart cannot be the prefix:
     # each machine's torchrun counts its own.
-    return dist.PrefixStore(name_of_start(store, process, timeout), store)
+    return dist.PrefixStore(name, store)
+
+
+def tell_that_it_waits(process: Process) -> None:
+    """Says how many others this process waits for, and where: they never come if another job has
+    left WORLD_SIZE in the shell. torchrun starts them, and sets all that they need."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    print_error(f"process {process.rank} waits at {address} for {process.world_size - 1} other(s), "
+                f"because WORLD_SIZE is {process.world_size}: start several processes with "
+                "torchrun, or one with `env -u WORLD_SIZE`")
 
 
 def name_of_start(store: dist.Store, process: Process, timeout: timedelta) -> str:
@@ -68,15 +89,13 @@ def watch_machines(process: Process) -> None:
     """
     # Once the ranks have exchanged something, all their connections are there.
     process.machines = process.gather(socket.gethostname())
-    addresses = []
+    addresses = []              # the own ends of the connections
     for connection in own_connections():
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, -(-SILENCE // 4))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, -(-SILENCE // 8))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENCE)
-        host, port = connection.getsockname()[:2]
-        if not ipaddress.ip_address(host).is_loopback:
-            addresses.append((host, port))
+        addresses.append(connection.getsockname()[:2])
     process.addresses = process.gather(addresses)
 
 
@@ -99,40 +118,63 @@ def own_connections() -> Iterator[socket.socket]:
 
 
 @contextmanager
-def lost_machines(process: Process) -> Iterator[None]:
-    """Around all that the ranks do together: RunError if a machine does not answer any more."""
+def lost_ranks(process: Process) -> Iterator[None]:
+    """Around all that the ranks do together: RunError if a machine is gone, or a rank has ended."""
     if process.world_size > 1:
         watch_machines(process)
     try:
         yield
-    except RuntimeError:                        # gloo's; another one if all machines answer
-        lost = lost_machine(process)
+    except RuntimeError as error:               # gloo's, or another one
+        lost = error_of_lost_rank(process, error)
         if lost is None:
             raise
         raise lost from None
 
 
-def lost_machine(process: Process) -> RunError | None:
-    """A RunError that names the machines that do not answer now; None if all do."""
-    silent = silent_machines(process)
-    if not silent:
+def error_of_lost_rank(process: Process, error: RuntimeError) -> RunError | None:
+    """A RunError that names what this process has lost; None if `error` has another cause."""
+    if not process.machines:                    # a process alone
         return None
-    return RunError(f"no answer from machine {', '.join(silent)}: it has no power, or the network "
-                    "between is cut")
+    silent = silent_machines(process)
+    if silent:
+        return RunError(f"no answer from machine {', '.join(silent)}: it has no power, or the "
+                        "network between is cut")
+
+    rank = rank_of_address(process, str(error))
+    if rank is None:
+        return None
+    return RunError(f"process {rank} on {process.machines[rank]} has ended, or was killed: look "
+                    "for its own error")
+
+
+def rank_of_address(process: Process, text: str) -> int | None:
+    """The rank whose [host]:port an error of gloo's names, if there is one."""
+    found = re.search(r"\[(\S+)\]:(\d+)", text)
+    if found is None:
+        return None
+    host, port = found[1], int(found[2])
+    swapped = port % 256 * 256 + port // 256    # gloo prints the two bytes in the wrong order
+    own_machine = process.machines[process.rank]
+    for rank, addresses in enumerate(process.addresses):
+        if (host, port) not in addresses and (host, swapped) not in addresses:
+            continue
+        # Each machine has a 127.0.0.1 of its own.
+        if not is_loopback(host) or process.machines[rank] == own_machine:
+            return rank
+    return None
 
 
 def silent_machines(process: Process) -> list[str]:
     """The names of the other ranks' machines that do not answer now."""
-    if not process.machines:                    # a process alone
-        return []
-    addresses = {}                              # {machine: {host: port}}
-    for machine, of_rank in zip(process.machines, process.addresses, strict=True):
-        addresses.setdefault(machine, {}).update(of_rank)
+    ports = {}                                  # {machine: {host: port}}
+    for machine, addresses in zip(process.machines, process.addresses, strict=True):
+        to_others = {host: port for host, port in addresses if not is_loopback(host)}
+        ports.setdefault(machine, {}).update(to_others)
 
-    addresses.pop(process.machines[process.rank], None)
+    ports.pop(process.machines[process.rank], None)
     with ThreadPoolExecutor() as executor:
-        silent = executor.map(is_silent, addresses.values())
-        return [machine for machine, is_gone in zip(addresses, silent, strict=True) if is_gone]
+        silent = executor.map(is_silent, ports.values())
+        return [machine for machine, is_gone in zip(ports, silent, strict=True) if is_gone]
 
 
 def is_silent(ports: dict) -> bool:
@@ -146,3 +188,9 @@ def is_silent(ports: dict) -> bool:
         except OSError:                         # nothing for ANSWER seconds, or no way to it
             pass
     return len(ports) > 0                       # of a machine without addresses nothing is known
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address leads to the own machine, as 127.0.0.1 and ::ffff:127.0.0.1 do."""
+    address = ipaddress.ip_address(host)
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback

@@ -21,7 +21,7 @@ from runtime.files import (
     what_resumes,
 )
 from runtime.lock import lock_folder
-from runtime.machines import lost_machine
+from runtime.machines import error_of_lost_rank
 from runtime.metrics import MetricsFile
 from runtime.plots import plot_run
 from runtime.recipe import BatchSchedule
@@ -194,7 +194,7 @@ class Output:
 
         # What ends a run gets a sentence about how it goes on.
         if isinstance(error, RuntimeError):
-            error = lost_machine(self.process) or error
+            error = error_of_lost_rank(self.process, error) or error
         if isinstance(error, UserError | RunError | OSError) and self.config.out:
             if isinstance(error, OSError):
                 error = RunError(str(error_of_the_system(error)))

@@ -22,11 +22,17 @@ from runtime.cli import (
     discard,
     error_of_the_system,
     exit_code,
-    print_error,
     safe_repr,
 )
 
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")      # SIGUSR1 is Slurm's warning
+# Programs that start several processes, but do not say how these find each other: {name: (variable
+# with their number, variable with the number of this one)}.
+OTHER_LAUNCHERS = {
+    "srun": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),       # not set in a batch script
+    "mpirun": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),     # Open MPI's
+    "mpiexec": ("PMI_SIZE", "PMI_RANK"),                            # MPICH's
+}
 
 
 class Stopped(Exception):
@@ -176,10 +182,10 @@ class Process:
     def on_signal(self, number, frame) -> None:
         name = signal.Signals(number).name
 
-        # A second Ctrl-C or SIGTERM ends the process at once. Not of several ranks: torchrun passes
-        # on the terminal's Ctrl-C, so that it comes twice, and ends its processes itself.
-        urgent = ("SIGINT", "SIGTERM")
-        if name in urgent and self.signal in urgent and self.world_size == 1:
+        # A second Ctrl-C ends the process at once. Not of several ranks: torchrun passes on the
+        # terminal's Ctrl-C, so that it comes twice, and ends its processes itself. A second SIGTERM
+        # does not: before it kills a job Slurm sends two within 0.1 s, and waits for 30 s.
+        if name == "SIGINT" and self.signal == "SIGINT" and self.world_size == 1:
             os._exit(128 + number)
 
         self.signal = name
@@ -196,10 +202,13 @@ class Process:
 def read_process() -> Process:
     """The Process that torchrun's environment describes, without its device. It ends with torchrun.
 
-    UserError if the environment has text in place of a number. A single process has rank 0,
-    whatever RANK and LOCAL_RANK are left in the environment.
+    UserError if the environment has text in place of a number, or if another program has started
+    several processes. A single process has rank 0, whatever RANK and LOCAL_RANK are left in the
+    environment.
     """
     die_with_torchrun()
+    if os.environ.get("WORLD_SIZE", "") == "":
+        refuse_other_launchers()
     world_size = read_number("WORLD_SIZE", 1)
     if world_size == 1:
         return Process()
@@ -209,7 +218,6 @@ def read_process() -> Process:
                         f"and LOCAL_RANK={process.local_rank} do not fit together: start several "
                         "processes with torchrun, which sets all three, or one with "
                         "`env -u WORLD_SIZE`")
-    warn_without_torchrun(process)
     return process
 
 
@@ -226,21 +234,25 @@ def read_number(name: str, default: int) -> int:
                         f"`env -u {name}`") from None
 
 
+def refuse_other_launchers() -> None:
+    """UserError if srun or mpirun has started several processes: each would train alone."""
+    for launcher, (size, rank) in OTHER_LAUNCHERS.items():
+        processes = read_number(size, 1)
+        if processes == 1:
+            continue
+        if read_number(rank, 0) > 0:
+            raise SystemExit(2)                     # the first of them says it
+        raise UserError(
+            f"{launcher} has started {processes} processes, of which each would train alone: let "
+            f"it start one torchrun on each machine (docs/running.md#slurm). For {processes} "
+            "separate runs, each with its own --out, put WORLD_SIZE=1 in front of the command")
+
+
 def die_with_torchrun() -> None:
     """Has Linux send this process SIGTERM when torchrun dies. A torchrun that is killed cannot pass
     anything on, and its ranks would train on, and keep their --out from the next run."""
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(1, int(signal.SIGTERM))         # PR_SET_PDEATHSIG
-
-
-def warn_without_torchrun(process: Process) -> None:
-    """Without torchrun the others may never come: says how many, and where this process waits."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return
-    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    print_error(f"process {process.rank} waits at {address} for {process.world_size - 1} other(s), "
-                f"because WORLD_SIZE is {process.world_size}: start several processes with "
-                "torchrun, or one with `env -u WORLD_SIZE`")
 
 
 def ddp_options(model: torch.nn.Module, process: Process) -> dict:

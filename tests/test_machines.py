@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import subprocess
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from helpers import (
     BYTES,
     ENV,
+    HANG,
     command,
     forked,
     logged,
@@ -86,6 +88,15 @@ def test_a_rank_that_died_while_it_waited_does_not_confuse_the_next_start(start)
     stores = start(0, 1, 2)
     stores[2].set("address", "of rank 2")
     assert stores[0].get("address") == stores[1].get("address") == b"of rank 2"
+
+
+def test_ranks_that_have_found_each_other_do_not_say_that_they_wait(start, monkeypatch, capsys):
+    monkeypatch.setattr(machines, "WAIT_TOLD_AFTER", 3)
+    start(0, 1, 2)
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.join(HANG)
+    assert capsys.readouterr().err == ""
 
 
 def run_a_machine(endpoint, flags):
@@ -228,17 +239,72 @@ def test_when_a_machine_loses_its_power_the_others_end_and_say_which(
     assert len(logged(tmp_path)) == 5
 
 
-def test_an_error_of_another_kind_is_not_blamed_on_a_machine(network, byte_data, tmp_path):
-    """A process that dies leaves its machine behind, which answers that nothing listens there."""
+def check_who_is_lost(results, machines_of_ranks):
+    """Each rank that lives says in one line which one has ended: rank 2, or one that has seen it"""
+    for rank, (_, _, stderr) in enumerate(results[:2]):
+        [line] = [line for line in stderr.splitlines() if "socket.cpp" not in line]
+        lost = int(re.search(r"process (\d) on", line)[1])
+        assert lost in {1 - rank, 2}
+        assert f"process {lost} on {machines_of_ranks[lost]} " in line
+    assert any("process 2 on" in stderr for _, _, stderr in results[:2])
+
+
+def test_a_rank_that_dies_on_another_machine_is_named(network, byte_data, tmp_path):
+    """Its machine answers that nothing listens there."""
     call = command("train_gpt2.py", "--data", byte_data, *RUN, "--out", tmp_path)
     strike = striking("step 5", "SIGKILL", rank=2)
 
     results = on_machines(network, call, [lose_patience_soon, *strike])
 
     assert [code for code, _, _ in results] == [1, 1, -signal.SIGKILL], results
-    for _, _, stderr in results[:2]:
-        assert "RuntimeError" in stderr
-        assert "no answer" not in stderr
+    check_who_is_lost(results, [f"{network.prefix}-{name}" for name in "abc"])
+
+
+def test_a_rank_that_dies_on_the_same_machine_is_named(byte_data, tmp_path):
+    call = command("train_gpt2.py", "--data", byte_data, *RUN, "--out", tmp_path)
+    results = on_ranks(call, call, call, before=striking("step 5", "SIGKILL", rank=2))
+    assert [code for code, _, _ in results] == [1, 1, -signal.SIGKILL], results
+    check_who_is_lost(results, [socket.gethostname()] * 3)
+
+
+@pytest.mark.parametrize("text, rank", [
+    ("Read error [10.0.0.2]:7000: reset", 1),
+    (f"closed by peer [10.0.0.2]:{0x581B}. GLHF", 1),       # 7000 is 0x1B58
+    ("closed by peer [127.0.0.1]:7001", 2),                 # not that of the other machine
+    ("closed by peer [10.0.0.2]:7002", None),
+    ("closed by peer [10.0.0.2]:7000000", None),
+    ("out of [memory]:3", None),
+    ("mat1 and mat2 shapes cannot be multiplied", None),
+])
+def test_only_an_error_with_a_ranks_address_is_blamed_on_it(text, rank, monkeypatch):
+    process = Process(rank=3, world_size=4, machines=["a", "b", "c", "c"], addresses=[
+        [("127.0.0.1", 7001)], [("10.0.0.2", 7000)], [("127.0.0.1", 7001)], [("10.0.0.3", 7002)]])
+    monkeypatch.setattr(machines, "silent_machines", lambda process: [])
+
+    error = machines.error_of_lost_rank(process, RuntimeError(text))
+
+    if rank is None:
+        assert error is None
+    else:
+        assert f"process {rank} on {process.machines[rank]}" in str(error)
+
+
+def test_the_loopback_of_another_machine_is_not_asked_whether_it_is_there(monkeypatch):
+    """That would ask the own machine, which answers."""
+    asked = []
+
+    def answer_nothing(address, timeout):
+        asked.append(address)
+        raise TimeoutError
+
+    monkeypatch.setattr(socket, "create_connection", answer_nothing)
+    process = Process(rank=0, world_size=2, machines=["a", "b"], addresses=[
+        [], [("::ffff:127.0.0.1", 1), ("127.0.1.1", 2), ("::1", 3), ("10.0.0.2", 4)]])
+
+    error = machines.error_of_lost_rank(process, RuntimeError("timed out"))
+
+    assert asked == [("10.0.0.2", 4)]
+    assert "machine b:" in str(error)
 
 
 # ----------------------------------------------------------------------- what a run says

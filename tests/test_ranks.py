@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from datetime import timedelta
 from inspect import signature
 
@@ -20,7 +21,9 @@ from runtime.cli import RunError, UserError, exit_code
 from runtime.ranks import Process, ddp_options, read_process
 
 VARIABLES = (
-    "WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+    "WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
+    "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK",
+    "PMI_SIZE", "PMI_RANK")
 
 
 class OneOfTwo(Process):
@@ -330,34 +333,29 @@ def test_a_rank_among_the_flags_is_ignored(flags):
     assert given == {"max_steps": 5}
 
 
-def test_who_waits_without_torchrun_says_for_how_many_and_where(environment, capsys):
-    environment("WORLD_SIZE=4 RANK=2 MASTER_ADDR=10.0.0.7 MASTER_PORT=29500")
-    read_process()
-
-    line = capsys.readouterr().err
-    assert line.count("\n") == 1
-    for word in ("process 2", "10.0.0.7:29500", "3 other", "WORLD_SIZE"):
-        assert word in line
-
-
-def test_ranks_that_torchrun_has_started_wait_in_silence(environment, capsys):
-    environment("WORLD_SIZE=4 RANK=2 TORCHELASTIC_RUN_ID=none")
-    read_process()
-    assert capsys.readouterr().err == ""
-
-
-def test_the_line_comes_before_the_wait(environment, monkeypatch, capsys):
+@pytest.mark.parametrize("also, patience, words", [
+    ("", 0.0, ["process 2", "10.0.0.7:29500", "3 other", "WORLD_SIZE"]),
+    ("", 100.0, []),                                    # deepspeed sets all that is needed
+    ("TORCHELASTIC_RUN_ID=none", 0.0, []),
+])
+def test_who_waits_long_without_torchrun_says_for_how_many_and_where(
+        also, patience, words, environment, monkeypatch, capsys):
     def wait(*args, **options):
+        for thread in threading.enumerate():
+            if isinstance(thread, threading.Timer) and patience == 0.0:
+                thread.join(HANG)
         raise TimeoutError("nobody came")
 
-    environment("WORLD_SIZE=2 RANK=0 MASTER_ADDR=10.0.0.7 MASTER_PORT=29500")
-    for name in ("init_process_group", "rendezvous"):
-        monkeypatch.setattr(torch.distributed, name, wait)
-
+    environment("WORLD_SIZE=4 RANK=2 MASTER_ADDR=10.0.0.7 MASTER_PORT=29500 " + also)
+    monkeypatch.setattr(machines, "WAIT_TOLD_AFTER", patience)
+    monkeypatch.setattr(torch.distributed, "rendezvous", wait)
     with pytest.raises(TimeoutError):
         train_gpt2.start_process("cpu")
 
-    assert "10.0.0.7:29500" in capsys.readouterr().err
+    line = capsys.readouterr().err
+    assert line.count("\n") == min(len(words), 1)
+    for word in words:
+        assert word in line
 
 
 def test_ranks_wait_an_hour_for_what_rank_0_downloads(environment, monkeypatch):

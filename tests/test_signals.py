@@ -132,12 +132,14 @@ def test_a_signal_in_the_last_step_of_two_processes_is_answered(byte_data, tmp_p
 
 # ----------------------------------------------------------------------- in a save, an evaluation
 
-def test_a_signal_in_a_save_stops_after_it(byte_data, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("names", [["SIGUSR1"], ["SIGTERM", "SIGTERM"]])
+def test_a_signal_in_a_save_stops_after_it(names, byte_data, tmp_path, monkeypatch, capsys):
     save = torch.save
 
     def struck(content, file):
         save(content, file)
-        os.kill(os.getpid(), signal.SIGUSR1)
+        for name in names:
+            os.kill(os.getpid(), getattr(signal, name))
 
     flags = ["--data", byte_data, *BYTES, "--max_steps", 12, "--val_every", 6,
              "--checkpoint_every", 6, "--device", "cpu"]
@@ -145,7 +147,7 @@ def test_a_signal_in_a_save_stops_after_it(byte_data, tmp_path, monkeypatch, cap
         patch.setattr(torch, "save", struck)
         train(*flags, "--out", tmp_path / "log")
     text = capsys.readouterr().out
-    assert "stopped by SIGUSR1 after 6 of 12 steps" in text
+    assert f"stopped by {names[-1]} after 6 of 12 steps" in text
     assert text.count("saved ") == 1
     assert list(logged(tmp_path / "log", "val")) == [0]
 
@@ -202,16 +204,47 @@ def test_what_stops_between_two_evaluations_of_a_step_makes_both_again(evaluated
 
 @pytest.mark.parametrize("names, code", [
     (["SIGINT", "SIGINT"], 130),
-    (["SIGTERM", "SIGTERM"], 143),
     (["SIGUSR1", "SIGTERM"], 0),                # Slurm's warning, and then its end
     (["SIGHUP", "SIGHUP"], 0),
+    (["SIGTERM", "SIGCONT", "SIGTERM"], 0),     # Slurm's end without a warning
 ])
-def test_a_second_ctrl_c_or_sigterm_ends_one_process_at_once(names, code, byte_data, tmp_path):
+def test_a_second_ctrl_c_ends_one_process_at_once_and_nothing_else_does(
+        names, code, byte_data, tmp_path):
     result = run("--data", byte_data, *BYTES, "--out", tmp_path, code=code,
                  before=striking("step 1", *names, item=1))
     has_saved = saved_steps(tmp_path) == [1]
     assert has_saved == (code == 0)
     assert ("stopped by" in result.stdout) == (code == 0)
+
+
+@pytest.mark.parametrize("what, nth, saved", [
+    ("step 6", 1, [4, 6]),
+    ("validation", 2, [4]),
+    ("validation", 1, []),              # before the first step there is nothing to save
+])
+def test_two_sigterms_at_once_let_one_process_save(what, nth, saved, byte_data, tmp_path):
+    """Slurm sends two within 0.1 s when it ends a job, and waits for 30 s."""
+    result = run("--data", byte_data, *SHORT, "--out", tmp_path,
+                 before=striking(what, "SIGTERM", "SIGTERM", nth=nth, item=1))
+    assert "stopped by SIGTERM" in result.stdout
+    assert saved_steps(tmp_path) == saved
+
+
+def strike_when_the_folder_is_locked(event, arguments):
+    if event == "fcntl.flock":
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_two_sigterms_in_the_start_of_a_resume_lose_nothing(byte_data, undisturbed, tmp_path):
+    flags = ["--data", byte_data, *SHORT, "--out", tmp_path]
+    run(*flags, before=striking("step 6", "SIGTERM"))
+    before = [functools.partial(sys.addaudithook, strike_when_the_folder_is_locked)]
+    run(*flags, code=-signal.SIGTERM, before=before)
+    assert newest(tmp_path) == 6
+
+    run(*flags)
+    same_end(tmp_path, undisturbed(1), 8)
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
