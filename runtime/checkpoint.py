@@ -29,6 +29,7 @@ class Start:
     path: Path | None = None                    # the checkpoint's; None: a new run
     checkpoint: dict | None = None              # the checkpoint's content, until `restore`
     step: int = 0                               # steps done
+    extras: frozenset = frozenset()             # Output.extras, when the checkpoint was saved
     remedy: str = ""                            # what to do if the checkpoint cannot be used
 
     @property
@@ -106,7 +107,8 @@ def start_from_checkpoint(path: Path, flags, models: dict) -> Start:
         for name in ("step", "tokens"):
             if type(checkpoint[name]) is not int:
                 raise unexpected(f"its {name}", "a number", checkpoint[name])
-    return Start(model, path, checkpoint, checkpoint["step"], remedy)
+        extras = frozenset(checkpoint.get("extras", ()))
+    return Start(model, path, checkpoint, checkpoint["step"], extras, remedy)
 
 
 def model_shape(model) -> dict:

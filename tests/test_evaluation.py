@@ -425,6 +425,19 @@ def test_eval_only_has_the_loss_of_the_runs_newest_checkpoint_and_writes_nothing
     assert contents(evaluated_run) == before
 
 
+def test_eval_only_computes_at_once_what_needs_no_trial(evaluated_run, words, monkeypatch):
+    """On a GPU, too: nothing makes the batch smaller if it does not fit."""
+    found = []
+
+    def note_batch(data, B, *others):
+        found.append(B)
+        return 5.0
+
+    monkeypatch.setattr(train_gpt2, "validation_loss", note_batch)
+    train(*words[:2], "--eval_only", "--init", evaluated_run, "--device", "cpu")
+    assert found == [4096 // T]
+
+
 def test_eval_only_needs_a_model_and_no_training_shards(evaluated_run, words, tmp_path, capsys):
     _, data = words[:2]
     shutil.copy(data / "text_val_000000.npy", tmp_path)

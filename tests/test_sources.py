@@ -162,6 +162,7 @@ SPLITS = [
     (["de/train/a/b.txt", "de/val/c.txt"], "in/de/train/**", "in/de/val/**"),
     (["squad_train_1.csv", "squad_dev_1.csv"], "in/*train*", "in/*dev*"),
     (["Train.csv", "Eval.csv", "Test.csv"], "in/Train*", "in/Eval*"),
+    (["Train/a.txt", "Test/b.txt"], "in/Train/**", "in/Test/**"),
     (["train.parquet/part-0.parquet", "dev.parquet/part-0.parquet"], "in/train*", "in/dev*"),
     (["my [1]/train.txt", "my [1]/test.txt"], "in/my [[]1]/train*", "in/my [[]1]/test*"),
 ]
