@@ -1,6 +1,7 @@
 """runtime/sources.py: which files paths, folders and globs mean, and what is told of the others."""
 import json
 import os
+import shlex
 from pathlib import Path
 
 import pyarrow
@@ -157,13 +158,34 @@ SPLITS = [
       "data/test-00000-of-00001.parquet"], "in/data/train*", "in/data/test*"),
     (["train.jsonl", "validation.jsonl", "test.jsonl"], "in/train*", "in/validation*"),
     (["en/c4-train.00000-of-01024.json.gz", "en/c4-validation.00000-of-00008.json.gz"],
-     "in/en/*train*", "in/en/*validation*"),
+     "in/en/*-train*", "in/en/*-validation*"),
     (["train/0000.parquet", "valid/0000.parquet"], "in/train/**", "in/valid/**"),
     (["de/train/a/b.txt", "de/val/c.txt"], "in/de/train/**", "in/de/val/**"),
-    (["squad_train_1.csv", "squad_dev_1.csv"], "in/*train*", "in/*dev*"),
+    (["squad_train_1.csv", "squad_dev_1.csv"], "in/*_train*", "in/*_dev*"),
     (["Train.csv", "Eval.csv", "Test.csv"], "in/Train*", "in/Eval*"),
     (["train.parquet/part-0.parquet", "dev.parquet/part-0.parquet"], "in/train*", "in/dev*"),
     (["my [1]/train.txt", "my [1]/test.txt"], "in/my [[]1]/train*", "in/my [[]1]/test*"),
+    (["contest_train.csv", "contest_test.csv"], "in/*_train*", "in/*_test*"),
+    (["1-train.txt", "2-test.txt"], "in/*-train*", "in/*-test*"),
+    # of several kinds: The Pile, and others
+    (["train/00.jsonl.zst", "val.jsonl.zst", "test.jsonl.zst"], "in/train/**", "in/val*"),
+    (["train.jsonl", "validation.json"], "in/train*", "in/validation*"),
+    (["README.md", "train.parquet", "test.csv"], "in/train*", "in/test*"),
+    # BabyLM, mC4, SQuAD, WikiText, ARC, and other words for the same
+    (["train_10M/a.txt", "dev/a.txt", "test/a.txt"], "in/train_10M/**", "in/dev/**"),
+    (["c4-en.tfrecord-00000-of-00064.json.gz", "c4-en-validation.tfrecord-00000-of-00001.json.gz"],
+     "in/c4-en.tfrecord-[0-9]*", "in/c4-en-validation*"),
+    (["c4-en.00000-of-00064.json.gz", "c4-en-validation.00000-of-00001.json.gz"],
+     "in/c4-en.[0-9]*", "in/c4-en-validation*"),
+    (["train-v1.1.json", "dev-v1.1.json"], "in/train*", "in/dev*"),
+    (["wiki.train.tokens.txt", "wiki.valid.tokens.txt", "wiki.test.tokens.txt"],
+     "in/wiki.train*", "in/wiki.valid*"),
+    (["training/a.jsonl", "evaluation/a.jsonl"], "in/training/**", "in/evaluation/**"),
+    (["training.txt", "testing.txt"], "in/training*", "in/testing*"),
+    (["trainSet.csv", "testSet.csv"], "in/trainSet*", "in/testSet*"),
+    (["books train/a.txt", "books test/b.txt"], "in/books train/**", "in/books test/**"),
+    (["train.txt", "heldout.txt"], "in/train*", "in/heldout*"),
+    (["train.txt", "held-out.txt"], "in/train*", "in/held-out*"),
 ]
 
 
@@ -171,12 +193,26 @@ SPLITS = [
 def test_a_folder_of_splits_is_refused_with_the_flags_that_take_them_apart(names, train, held_out):
     write(*[f"in/{name}" for name in names])
     line = refusal("in/**")
-    assert f"--input '{train}' --val_input '{held_out}'" in line
+    assert f" --input {shlex.quote(train)} --val_input {shlex.quote(held_out)}" in line
 
     for_training = found(train)
     for_validation = list(find_files("val_input", [held_out], "train", Path("out")).values())
     assert for_training and for_validation
     assert not {*for_training} & {str(path) for path in for_validation}
+
+
+@pytest.mark.parametrize("names, train, held_out", SPLITS)
+def test_a_folder_of_splits_is_no_text_for_validation(names, train, held_out):
+    write(*[f"in/{name}" for name in names])
+    with pytest.raises(UserError) as error:
+        find_files("val_input", ["in/**"], "train", Path("out"))
+    assert str(error.value).endswith(f" --val_input {shlex.quote(held_out)}")
+
+
+def test_splits_in_subfolders_that_are_not_read_are_splits():
+    """Of The Pile, `in` alone would mean val and test."""
+    write("in/train/00.jsonl", "in/val.jsonl", "in/test.jsonl")
+    assert "--input 'in/train/**' --val_input 'in/val*'" in refusal("in")
 
 
 @pytest.mark.parametrize("pattern", ["in", "in/", "in/*", "in/*.jsonl", "in/**", "./in", "*/*"])
@@ -199,7 +235,6 @@ def test_splits_that_are_for_validation_are_not_mixed_with_the_others():
     files = find_files("input", ["in"], "train", Path("out"), held_back)
     assert [str(path) for path in files.values()] == ["in/train.jsonl"]
 
-    assert find_files("val_input", ["in"], "train", Path("out"))
     held_back.popitem()
     with pytest.raises(UserError, match="train, test"):
         find_files("input", ["in"], "train", Path("out"), held_back)
@@ -214,6 +249,11 @@ def test_splits_that_are_for_validation_are_not_mixed_with_the_others():
     ["train-and-test.txt", "latest.txt"],
     ["train_test.txt", "trainers.txt"],
     ["old train/a.txt", "test/b.txt"],
+    ["the_test_of_time.txt", "latest.txt"],
+    ["the test of time.txt", "the train at night.txt"],
+    ["dev notes/a.txt", "training/b.txt"],
+    ["shard-00000-of-00002.txt", "test.txt"],
+    ["exam.txt", "exam_test.txt"],
 ])
 def test_names_that_only_look_like_splits_are_read(names):
     write(*[f"in/{name}" for name in names])
