@@ -80,9 +80,9 @@ def find_files(
         matched = [path for path in matched if os.path.realpath(path) != manifest
                    and not SHARD_NAME.match(path.name)]
         texts = [path for path in matched if is_text(path)]
-        check_splits(flag, pattern, [path for path in texts
-                                     if os.path.realpath(path) not in held_back])
-        check_kinds(flag, pattern, texts)
+        others = [path for path in texts if os.path.realpath(path) not in held_back]
+        check_splits(flag, pattern, others, meant)
+        check_kinds(flag, pattern, others)
         texts = [path for path in texts if path in meant]
         unread[pattern] = set(matched).difference(texts)
         if not texts:
@@ -103,9 +103,8 @@ def find_files(
 
 
 def is_text(path: Path) -> bool:
-    """Whether it is a file of a known kind, and not what `datasets` keeps of its computations."""
-    is_cache = path.name.startswith("cache-") and path.suffix == ".arrow"
-    return path.is_file() and ending(path) in KINDS and not is_cache
+    """Whether it is a file of a known kind."""
+    return path.is_file() and ending(path) in KINDS
 
 
 def check_kinds(flag: str, pattern: str, texts: list[Path]) -> None:
@@ -122,17 +121,21 @@ def count_endings(paths: Iterable[Path]) -> str:
     return ", ".join(f"{count} {suffix}" for suffix, count in sorted(suffixes.items()))
 
 
-def check_splits(flag: str, pattern: str, texts: list[Path]) -> None:
+def check_splits(flag: str, pattern: str, texts: list[Path], meant: set[Path]) -> None:
     """UserError if one folder or glob has files for training and, beside them, files that are
-    held out: a clone of a dataset has both."""
+    held out, as a clone of a dataset has, and any of them is meant to be read."""
     splits = defaultdict(dict)      # {(a folder, a group of names in it): {split: its glob}}
+    groups_to_read = set()
+    paths_to_read = {path for text in meant for path in (text, *text.parents)}
     for path in dict.fromkeys(path for text in texts for path in (text, *text.parents)):
         for split, group, its_glob in splits_of_name(path):
             splits[path.parent, group].setdefault(split, its_glob)
+            if path in paths_to_read:
+                groups_to_read.add((path.parent, group))
 
-    for globs in splits.values():
+    for group, globs in splits.items():
         held_out = [split for split in HELD_OUT if split in globs]
-        if "train" in globs and held_out:
+        if group in groups_to_read and "train" in globs and held_out:
             flags = f"--val_input {shlex.quote(globs[held_out[0]])}"
             if flag == "input":
                 flags = f"--input {shlex.quote(globs['train'])} {flags}"
@@ -191,15 +194,48 @@ def has_splits(folder: Path) -> bool:
     return (folder / "dataset_dict.json").is_file()
 
 
+def is_saved(folder: Path) -> bool:
+    """Whether the save_to_disk of `datasets` has written one split into the folder."""
+    return (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
+
+
+def is_about_text(path: Path) -> bool:
+    """Whether `datasets` describes a text with it, or has computed it from one."""
+    if path.name == "state.json":
+        return is_saved(path.parent)
+    if path.name in ("dataset_info.json", "dataset_dict.json"):
+        return True
+    return bool(re.fullmatch(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow", path.name))
+
+
 def saved_files(folder: Path, split: str) -> list[Path]:
-    """The files of a folder that save_to_disk has written, or of a split of it; [] of any other."""
+    """The files of a folder that save_to_disk has written, or of a split of it; [] of any other.
+    UserError for a split that it does not have, and for rows that are to be read in another order
+    than that of the files."""
+    remedy = "write the dataset again, by its save_to_disk"
     if has_splits(folder):
+        path = folder / "dataset_dict.json"
+        with reading(path, remedy):
+            splits = [str(name) for name in json.loads(read_text(path))["splits"]]
+        if split not in splits:
+            raise UserError(f"{folder} has the splits {', '.join(splits)}, and no {split}: choose "
+                            f"one of them by --split")
         folder = folder / split
-    elif not (folder / "state.json").is_file():
+    elif not is_saved(folder):
         return []
-    with reading(folder / "state.json", "write the dataset again, by its save_to_disk"):
-        state = json.loads(read_text(folder / "state.json"))
-        return [folder / file["filename"] for file in state["_data_files"]]
+
+    path = folder / "state.json"
+    with reading(path, remedy):
+        state = json.loads(read_text(path))
+        files = [folder / file["filename"] for file in state["_data_files"]]
+        # Up to 1.13 `datasets` lists selected and shuffled rows. 1.17 passes over the list.
+        has_indices = bool(state.get("_indices_data_files"))
+    if has_indices:
+        raise UserError(
+            f"{folder} has selected or shuffled rows, whose numbers are in indices.arrow: with "
+            f"datasets 1.13, which reads them, write the rows by load_from_disk({str(folder)!r})."
+            f"flatten_indices().save_to_disk(ANOTHER_FOLDER)")
+    return files
 
 
 def list_files(pattern: str, split: str) -> tuple[set[Path], list[Path]]:
@@ -226,6 +262,10 @@ def list_files(pattern: str, split: str) -> tuple[set[Path], list[Path]]:
         # Spark and Dask write a folder a.parquet, which stands for the files in it.
         if os.path.isfile(match) or ending(match) in KINDS:
             meant.update(files)
+
+    # A file that is named itself is read, whatever it is.
+    if not os.path.isfile(pattern):
+        matched = {path for path in matched if not is_about_text(path)}
 
     # Sorted, because a disk has an order of its own, and the shards should be the same anywhere.
     return meant, sorted(matched, key=str)

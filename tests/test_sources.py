@@ -4,7 +4,6 @@ import os
 import shlex
 from pathlib import Path
 
-import pyarrow
 import pytest
 
 from runtime.cli import UserError
@@ -209,10 +208,11 @@ def test_a_folder_of_splits_is_no_text_for_validation(names, train, held_out):
     assert str(error.value).endswith(f" --val_input {shlex.quote(held_out)}")
 
 
-def test_splits_in_subfolders_that_are_not_read_are_splits():
+def test_splits_of_which_one_is_in_a_subfolder_are_refused_and_those_that_are_not_read_are_not():
     """Of The Pile, `in` alone would mean val and test."""
-    write("in/train/00.jsonl", "in/val.jsonl", "in/test.jsonl")
+    write("in/train/00.jsonl", "in/val.jsonl", "in/test.jsonl", "notes.jsonl")
     assert "--input 'in/train/**' --val_input 'in/val*'" in refusal("in")
+    assert found("*") == ["notes.jsonl"]
 
 
 @pytest.mark.parametrize("pattern", ["in", "in/", "in/*", "in/*.jsonl", "in/**", "./in", "*/*"])
@@ -230,7 +230,7 @@ def test_splits_that_are_named_one_by_one_are_read():
 
 
 def test_splits_that_are_for_validation_are_not_mixed_with_the_others():
-    write("in/train.jsonl", "in/validation.jsonl", "in/test.jsonl")
+    write("in/train.jsonl", "in/validation.csv", "in/test.jsonl")
     held_back = find_files("val_input", ["in/validation*", "in/test*"], "train", Path("out"))
     files = find_files("input", ["in"], "train", Path("out"), held_back)
     assert [str(path) for path in files.values()] == ["in/train.jsonl"]
@@ -275,32 +275,73 @@ def test_a_folder_named_as_a_file_is_read_as_the_files_in_it(capsys):
     assert "without an ending" in capsys.readouterr().err
 
 
-def save_to_disk(folder):
-    """What `datasets` writes of one split."""
-    name = "data-00000-of-00001.arrow"
-    table = pyarrow.table({"text": DOCUMENTS})
-    Path(folder).mkdir(parents=True)
-    with pyarrow.ipc.new_stream(f"{folder}/{name}", table.schema) as writer:
-        writer.write_table(table)
-    Path(folder, "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
-    write(f"{folder}/dataset_info.json")
+@pytest.fixture
+def saved():
+    """A folder that `datasets` has written, of two splits and what it has computed of one."""
+    import datasets
+    text = datasets.Dataset.from_dict({"text": DOCUMENTS})
+    datasets.DatasetDict(train=text, test=text).save_to_disk("saved")
+    train = datasets.load_from_disk("saved/train")
+    train.map(lambda row: {"length": len(row["text"])})
+    assert list(Path("saved/train").glob("cache-*.arrow"))
+    return "saved"
 
 
-def test_a_saved_dataset_is_its_arrow_files(capsys):
-    save_to_disk("saved")
-    write("saved/cache-0123456789abcdef.arrow")
-    assert found("saved") == ["saved/data-00000-of-00001.arrow"]
+TRAIN_FILE = "saved/train/data-00000-of-00001.arrow"
+TEST_FILE = "saved/test/data-00000-of-00001.arrow"
+
+
+@pytest.mark.parametrize("pattern", [
+    "saved/train", "saved/train/*", "saved/train/**", "saved/tr*/*.arrow"])
+def test_a_saved_dataset_is_its_arrow_files(pattern, saved, capsys):
+    assert found(pattern) == [TRAIN_FILE]
     assert capsys.readouterr().err == ""
 
 
-def test_of_a_saved_dataset_of_several_splits_the_split_is_read():
-    save_to_disk("saved/train")
-    save_to_disk("saved/test")
-    write("saved/dataset_dict.json")
-    assert found("saved") == ["saved/train/data-00000-of-00001.arrow"]
-    assert found("saved", split="test") == ["saved/test/data-00000-of-00001.arrow"]
-    with pytest.raises(FileNotFoundError, match="validation"):
-        found("saved", split="validation")
+def test_of_a_saved_dataset_of_several_splits_the_split_is_read(saved, capsys):
+    assert found("saved") == [TRAIN_FILE]
+    assert found("saved", split="test") == [TEST_FILE]
+    assert capsys.readouterr().err == ""
+    line = refusal("saved", split="validation")
+    assert "train, test" in line and "--split" in line
+
+
+def test_the_splits_of_a_saved_dataset_are_taken_apart_as_others_are(saved):
+    assert "--input 'saved/train/**' --val_input 'saved/test/**'" in refusal("saved/**")
+
+
+def test_what_describes_a_dataset_is_not_told_as_unread(saved, capsys):
+    write("notes.arrow")
+    assert found("*") == ["notes.arrow"]
+    assert "not read: 2 .arrow in saved;" in capsys.readouterr().err
+
+
+def test_a_file_that_is_named_as_a_description_is_read_if_it_is_none_or_is_asked_for(saved):
+    write("in/state.json", "in/cache-flow.jsonl")
+    assert found("in") == ["in/cache-flow.jsonl", "in/state.json"]
+    assert found("saved/train/state.json") == ["saved/train/state.json"]
+
+
+def test_rows_in_another_order_than_that_of_their_file_are_refused_with_the_way_out(saved):
+    # datasets 1.4 to 1.13 write this entry for a shuffled dataset.
+    path = Path("saved/train/state.json")
+    state = json.loads(path.read_text())
+    state["_indices_data_files"] = [{"filename": "indices.arrow"}]
+    path.write_text(json.dumps(state))
+    assert "flatten_indices()" in refusal("saved")
+
+    # And these, with a file of such a name, once the rows are written in their order.
+    Path(TRAIN_FILE).rename("saved/train/cache-1ac3891090a432f9.arrow")
+    state["_indices_data_files"] = []
+    state["_data_files"] = [{"filename": "cache-1ac3891090a432f9.arrow"}]
+    path.write_text(json.dumps(state))
+    assert found("saved") == ["saved/train/cache-1ac3891090a432f9.arrow"]
+
+
+@pytest.mark.parametrize("name", ["dataset_dict.json", "train/state.json"])
+def test_a_damaged_description_of_a_dataset_is_named(name, saved):
+    Path(saved, name).write_text("{}")
+    assert name in refusal("saved")
 
 
 # ------------------------------------------------------------------------- the manifest
