@@ -292,8 +292,9 @@ def describe_unread(unread: set[Path]) -> str:
     """How many files of which endings are not read, and where. '' if none."""
     if not unread:
         return ""
-    folder = os.path.commonpath([path.parent.absolute() for path in unread])
-    line = f"not read: {count_endings(unread)} in {os.path.relpath(folder)}"
+    # As it was typed, relative or absolute. Path() makes '.' of ''.
+    folder = Path(os.path.commonpath([path.parent for path in unread]))
+    line = f"not read: {count_endings(unread)} in {folder}"
     if any(is_text(path) for path in unread):
         line += "; what is in subfolders is read by 'FOLDER/**'"
     return line

@@ -115,6 +115,20 @@ def test_files_of_subfolders_are_told_with_the_glob_that_takes_them(capsys):
     assert "1 .jsonl" in line and "/**" in line and "in/deep" in line
 
 
+@pytest.mark.parametrize("typed", ["in", "../{here}/in", "{parent}/{here}/in"])
+def test_where_files_are_not_read_is_told_as_it_was_typed(typed, folder, capsys):
+    typed = typed.format(here=folder.name, parent=folder.parent)
+    write("in/a.txt", "in/b.pdf", "in/deep/c.pdf")
+    assert found(typed) == [f"{typed}/a.txt"]
+    assert capsys.readouterr().err.endswith(f" 2 .pdf in {typed}\n")
+
+
+def test_the_working_directory_is_told_as_a_dot(capsys):
+    write("a.txt", "b.pdf", "deep/c.pdf")
+    assert found("*") == ["a.txt"]
+    assert capsys.readouterr().err.endswith(" 2 .pdf in .\n")
+
+
 def test_a_link_to_nowhere_is_told(capsys):
     write("in/a.txt")
     os.symlink("nowhere", "in/b.txt")
