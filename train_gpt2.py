@@ -430,7 +430,9 @@ def evaluate_only(
     state = make_train_state(config, recipe, model, process)
     checkpoint.restore_others(start, state)
     model.eval()
-    B = micro_batch.most_sequences(config)              # --batch_size, without a trial
+    # --batch_size, without a trial. At most as many as there are: a last batch is filled up to B.
+    share = math.ceil(data.val_count / process.world_size)
+    B = min(micro_batch.most_sequences(config), share)
     loss = validation_loss(data, B, state, process)
     tokens = data.val_count * config.sequence_length
     process.print0(f"{start.path or config.init}: validation loss: "

@@ -154,6 +154,8 @@ class FlagTable:
             for name in shape.keys() - given.keys():
                 wanted.pop(name, None)
         fixed = [f.name for f in dataclasses.fields(self.Config) if f.metadata.get("fixed")]
+        if given.get("eval_only"):
+            fixed = ["recipe", *shape]          # nothing is trained: only the model has to be that
         return {name: wanted[name] for name in fixed if name in wanted}
 
     # ------------------------------------------------------------------------- mistakes

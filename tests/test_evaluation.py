@@ -21,7 +21,10 @@ from helpers import (
 )
 from peers import make_model, make_run
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 
 import hellaswag
 import train_gpt2
@@ -434,3 +437,33 @@ def test_eval_only_needs_a_model_and_no_training_shards(evaluated_run, words, tm
     train(*flags, "--init", evaluated_run, "--device", "cpu")
     assert 9 < evaluated_loss(capsys.readouterr().out) < 12
     assert [path.name for path in tmp_path.iterdir()] == ["text_val_000000.npy"]
+
+
+def test_eval_only_computes_no_more_sequences_than_there_are(evaluated_run, words, capsys):
+    """A last batch is filled up to --batch_size, which would take its time."""
+    shapes = []
+
+    def remember(module, inputs):
+        if type(module).__name__ == "GPT":
+            shapes.append(tuple(inputs[0].shape))
+
+    with register_module_forward_pre_hook(remember):
+        train(*words[:2], "--eval_only", "--out", evaluated_run, "--batch_size", 1000,
+              "--val_tokens", 5 * T, "--device", "cpu")
+    assert shapes == [(5, T)]
+    loss = evaluated_loss(capsys.readouterr().out)
+    assert loss == pytest.approx(logged(evaluated_run, "val")[5], abs=1e-4)
+
+
+def test_eval_only_takes_other_flags_of_training_than_its_run_but_no_other_model(
+        evaluated_run, words, capsys):
+    """It trains nothing: its sequences may be shorter."""
+    flags = [*words[:2], "--eval_only", "--device", "cpu", "--dtype", "float32",
+             "--val_tokens", 5 * T, "--sequence_length", T // 2]
+    train(*flags, "--out", evaluated_run, "--seed", 3, "--total_batch_size", 7, "--no_shuffle")
+    loss = evaluated_loss(capsys.readouterr().out)
+    train(*flags, "--init", evaluated_run / "checkpoint_000005.pt")
+    assert loss == evaluated_loss(capsys.readouterr().out)
+    assert loss != pytest.approx(logged(evaluated_run, "val")[5], abs=1e-4)
+
+    refused(lambda: train(*flags, "--out", evaluated_run, "--n_layer", 3), "--n_layer 1", "3")
