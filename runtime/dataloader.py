@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from runtime.cli import RunError, UserError
-from runtime.files import reading
+from runtime.files import is_there, reading
 from runtime.recipe import BatchSchedule
 from runtime.shards import count_tokens, list_shards, read_shard, unfinished
 from runtime.tokenizer import EOT, VOCAB_SIZE, encode, token_lengths, tokenizer
@@ -311,7 +311,12 @@ class Data:
         return targets.size / (math.log(2) * max(1, num_bytes))
 
     def choose_prompt(self, config) -> str:
-        """--sample_prompt, or if that is "auto" the first line of the validation shards."""
+        """--sample_prompt, or if that is "auto" the first line of the validation shards.
+
+        "" if the tokens are not GPT-2's, because no text can be written in them.
+        """
+        if config.vocab_size < VOCAB_SIZE:
+            return ""
         if config.sample_prompt == "auto":
             return self.first_line()
         return config.sample_prompt
@@ -363,6 +368,7 @@ def read_data(config) -> Data:
         return Data(TokenDataset(
             [overfit_tokens(config.total_batch_size)], T, vocab_size=vocab_size))
 
+    check_vocabulary(config)
     train = None
     if not config.eval_only:
         train_shards = list_shards(config.data, "train")
@@ -373,6 +379,20 @@ def read_data(config) -> Data:
     val = TokenDataset(list_shards(config.data, "val"), T, vocab_size=vocab_size)
     val_count = max(1, config.val_tokens // T)
     return Data(train, val, min(val.total, val_count), unfinished(config.data))
+
+
+def check_vocabulary(config) -> None:
+    """UserError for the tokens of nanoGPT's characters, say, and a model that takes GPT-2's."""
+    # Such a folder has a meta.pkl that names the characters. It is not opened: a pickle can run
+    # code.
+    meta = Path(config.data, "meta.pkl")
+    if config.vocab_size >= VOCAB_SIZE and is_there(meta):
+        remedy = ("give the number of their tokens, such as --vocab_size 65 for nanoGPT's "
+                  "shakespeare_char, with --hellaswag_every 0; or make shards of GPT-2's tokens "
+                  "with `python fineweb.py --input YOUR_TEXT`")
+        if config.eval_only or config.init != "scratch":
+            remedy = "name a model that was trained on these tokens with --init"
+        raise UserError(f"{meta} says that the shards beside it are not GPT-2's tokens: {remedy}")
 
 
 def open_data(config, process) -> Data:

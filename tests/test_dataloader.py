@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, refused
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -485,6 +485,17 @@ def test_validation_is_the_beginning_of_its_shards_whatever_the_seed(folder):
         assert data.val.read(0, 2).tolist() == [list(range(400, 409)), list(range(408, 417))]
 
 
+@pytest.mark.parametrize("more, remedy", [
+    ({}, "--vocab_size"), ({"eval_only": True, "init": "gpt2"}, "--init"),
+    ({"eval_only": True}, "--init"), ({"init": "gpt2"}, "--init")])
+def test_tokens_beside_nanogpts_meta_pkl_are_not_gpt2s(more, remedy, folder):
+    """The file is not opened: a pickle can run code."""
+    (folder / "meta.pkl").write_bytes(b"no pickle")
+    refused(lambda: read_data(flags(folder, **more)), "meta.pkl", remedy)
+    write_folder(folder, *(shard % 65 for shard in numbered_shards(400, 101)))
+    assert read_data(flags(folder, vocab_size=65, **more)).val.vocab_end == 65
+
+
 def test_a_run_without_validation_needs_no_shards_for_it(folder):
     (folder / "text_val_000000.npy").unlink()
     data = read_data(flags(folder, val_every=0))
@@ -617,3 +628,10 @@ def test_without_validation_shards_of_gpt2s_tokens_there_is_no_first_line():
     dataset = TokenDataset(numbered_shards(100), 8, vocab_size=256)
     assert Data(dataset).first_line() == ""
     assert Data(dataset, dataset).first_line() == ""
+
+
+def test_no_prompt_can_be_written_in_tokens_that_are_not_gpt2s():
+    config = flags("nowhere", vocab_size=256)
+    assert Data(None).choose_prompt(config) == ""
+    config.vocab_size = 50304
+    assert Data(None).choose_prompt(config) == config.sample_prompt

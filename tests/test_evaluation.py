@@ -1,8 +1,11 @@
 """train_gpt2.py's evaluations: validation, HellaSwag, samples, when they are due, in whole runs."""
 import math
+import pickle
 import re
+import shlex
 import shutil
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ from helpers import (
     run,
     saved,
     saved_steps,
+    script,
     train,
 )
 from peers import make_model, make_run
@@ -28,6 +32,7 @@ from torch.nn.modules.module import (
 
 import hellaswag
 import train_gpt2
+from config import Config
 from recipes import load_model
 from runtime.cli import RunError
 from runtime.ranks import Process, Stopped
@@ -172,6 +177,14 @@ def test_samples_continue_the_prompt_with_the_seed_42(prompt, kept, speaking_mod
         expected += f"sample {i}: {tokenizer().decode(row)}\n"
     assert capsys.readouterr().out == expected
     assert torch.equal(random_state, torch.get_rng_state())
+
+
+def test_samples_of_tokens_that_are_not_gpt2s_are_their_numbers(capsys):
+    run = make_run(sample_prompt="")
+    print_samples(run, num_samples=1, max_new_tokens=4)
+    generator = torch.Generator().manual_seed(42)
+    row = run.state.model.generate(torch.tensor([[0]]), 4, generator=generator)[0].tolist()
+    assert capsys.readouterr().out.split() == ["sample", "0:", *map(str, row)]
 
 
 def test_hellaswag_and_samples_are_computed_in_the_runs_dtype(speaking_model):
@@ -402,6 +415,48 @@ def test_finetuning_starts_where_the_weights_ended(evaluated_run, words, tmp_pat
         assert logged(out, "val")[0] == pytest.approx(lowest, abs=tolerance)
         assert capsys.readouterr().out.count("sample 0: ROMEO:") == 1
         assert saved_steps(out) == [1]
+
+
+# ----------------------------------------------------------------------- other tokens than GPT-2's
+
+def write_characters(folder):
+    """As nanoGPT's data/shakespeare_char/prepare.py. Returns how many characters there are."""
+    text = (ROOT / "input.txt").read_text(encoding="utf-8")[:9000]
+    itos = dict(enumerate(sorted(set(text))))
+    stoi = {character: i for i, character in itos.items()}
+    ids = np.array([stoi[character] for character in text], dtype=np.uint16)
+    folder.mkdir(parents=True)
+    ids[:8000].tofile(folder / "train.bin")
+    ids[8000:].tofile(folder / "val.bin")
+    meta = {"vocab_size": len(itos), "itos": itos, "stoi": stoi}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    return len(itos)
+
+
+def test_nanogpts_characters_are_trained_on_evaluated_sampled_and_read(
+        tmp_path, monkeypatch, capsys):
+    """To the command that comes next, and the lines of docs/data.md."""
+    monkeypatch.chdir(tmp_path)
+    data = Path("data/shakespeare_char")
+    flags = [*WORDS, "--data", data, "--max_steps", 2, "--out", "log/char", "--val_every", 2]
+    size = ["--vocab_size", write_characters(data)]
+    refused(lambda: train(*flags, "--hellaswag_every", 0), "meta.pkl", "--vocab_size")
+
+    train(*flags, *size, "--hellaswag_every", 0, "--sample_every", 2)
+    text = capsys.readouterr().out
+    assert re.search(r"^sample 0: 0( \d+){32} $", text, re.MULTILINE)
+    assert "bits per byte" not in text
+    assert saved("log/char")["config"]["sample_prompt"] == Config.sample_prompt
+
+    train("--eval_only", "--data", data, "--out", "log/char", "--device", "cpu")
+    assert evaluated_loss(capsys.readouterr().out) == pytest.approx(
+        logged("log/char", "val")[2], abs=1e-4)
+    _, name, *more = shlex.split(text.splitlines()[-1].removeprefix("next: "))
+    assert script(name, *more, "--max_new_tokens", 3).returncode == 0
+
+    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    exec(re.search(r"```python\n(import pickle.*?)```", page, re.DOTALL)[1], {})
+    assert len(capsys.readouterr().out) == 1 + 500 + 1
 
 
 # ----------------------------------------------------------------------- --eval_only
