@@ -448,7 +448,8 @@ def test_nanogpts_characters_are_trained_on_evaluated_sampled_and_read(
     assert "bits per byte" not in text
     assert saved("log/char")["config"]["sample_prompt"] == Config.sample_prompt
 
-    train("--eval_only", "--data", data, "--out", "log/char", "--device", "cpu")
+    train("--eval_only", "--data", data, "--init", "log/char", "--val_tokens", 5 * T,
+          "--device", "cpu", "--dtype", "float32")
     assert evaluated_loss(capsys.readouterr().out) == pytest.approx(
         logged("log/char", "val")[2], abs=1e-4)
     _, name, *more = shlex.split(text.splitlines()[-1].removeprefix("next: "))
