@@ -342,7 +342,8 @@ def check_model_flags(config) -> None:
         if config.hellaswag_every:
             raise UserError(f"HellaSwag is text, and {tokens}: raise --vocab_size, or turn it off "
                             "with --hellaswag_every 0")
-        if config.sample_prompt not in ("", "auto", type(config).sample_prompt):
+        prompts = ("", "auto", type(config).sample_prompt)
+        if config.sample_every and config.sample_prompt not in prompts:
             raise UserError(f"--sample_prompt is text, and {tokens}: leave the flag out")
 
     length = config.sequence_length
