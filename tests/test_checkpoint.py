@@ -214,7 +214,7 @@ ASKED = {name: another_value(f, f.default) for name, f in KEPT.items()} | {
     "max_steps": 3, "warmup_steps": 1, "val_every": 3, "hellaswag_every": 0, "sample_every": 0,
     "checkpoint_every": 1,
 }
-# With this vocabulary a run can neither sample nor be scored by HellaSwag.
+# With this vocabulary a run is not scored by HellaSwag, and a sample takes no prompt.
 CHANGED = {name: another_value(f, ASKED[name]) for name, f in KEPT.items()} | {
     "hellaswag_every": 0, "sample_every": 0}
 
