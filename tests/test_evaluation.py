@@ -484,8 +484,9 @@ def test_eval_only_has_the_loss_of_the_runs_newest_checkpoint_and_writes_nothing
     assert contents(evaluated_run) == before
 
 
-def test_eval_only_computes_at_once_what_needs_no_trial(evaluated_run, words, monkeypatch):
+def test_eval_only_computes_at_once_what_needs_no_trial(evaluated_run, tmp_path, monkeypatch):
     """On a GPU, too: nothing makes the batch smaller if it does not fit."""
+    write_shard(tmp_path / "text_val_000000.npy", np.zeros(5000, np.uint16))
     found = []
 
     def note_batch(data, B, *others):
@@ -493,7 +494,7 @@ def test_eval_only_computes_at_once_what_needs_no_trial(evaluated_run, words, mo
         return 5.0
 
     monkeypatch.setattr(train_gpt2, "validation_loss", note_batch)
-    train(*words[:2], "--eval_only", "--init", evaluated_run, "--device", "cpu")
+    train("--data", tmp_path, "--eval_only", "--init", evaluated_run, "--device", "cpu")
     assert found == [4096 // T]
 
 
