@@ -30,6 +30,7 @@ class Start:
     checkpoint: dict | None = None              # the checkpoint's content, until `restore`
     step: int = 0                               # steps done
     remedy: str = ""                            # what to do if the checkpoint cannot be used
+    source: Path | str = ""                     # the file, folder or hub name of the model
 
     @property
     def flags(self) -> dict:
@@ -57,9 +58,11 @@ def find_start(flags, process, models: dict, load_model: Callable) -> Start:
 
     # If --init differed, some ranks would wait in rank0_first for others that never come.
     process.require_same({"--init": flags.init})
-    if flags.init != "scratch":
-        return Start(process.rank0_first(load_model, flags.init))
-    return Start()
+    if flags.init == "scratch":
+        return Start()
+    with process.together():
+        source = find_checkpoint(flags.init) or flags.init
+    return Start(process.rank0_first(load_model, source), source=source)
 
 
 def choose_checkpoint(flags) -> Path | None:
@@ -106,7 +109,7 @@ def start_from_checkpoint(path: Path, flags, models: dict) -> Start:
         for name in ("step", "tokens"):
             if type(checkpoint[name]) is not int:
                 raise unexpected(f"its {name}", "a number", checkpoint[name])
-    return Start(model, path, checkpoint, checkpoint["step"], remedy)
+    return Start(model, path, checkpoint, checkpoint["step"], remedy, source=path)
 
 
 def model_shape(model) -> dict:
