@@ -129,7 +129,7 @@ def remedy_for(path: Path, flags) -> str:
     if path.parent.resolve() == Path(flags.out).resolve():
         if before is None:
             return "start a new run with another --out"
-        return f"remove the file to resume from {before.name}"
+        return f"move the file away to resume from {before.name}"
     if before is None:
         return "choose another checkpoint with --resume"
     return f"use --resume {before}"
@@ -138,10 +138,11 @@ def remedy_for(path: Path, flags) -> str:
 def reading_run_state(path: Path, remedy: str):
     """Around code that takes values out of a checkpoint: its errors become one UserError.
 
-    The checkpoint may be damaged, or of another project.
+    The checkpoint may be of another project, or of another version of this one.
     """
-    return reading(path, f"{remedy}, or train from its weights with --init {path}",
-                   problem="does not hold the state of a run of train_gpt2.py")
+    remedy = f"{remedy}, or train from its weights with --init {path}"
+    return reading(path, f"use the version that wrote it, {remedy}",
+                   problem="does not hold the state of a run of this version of train_gpt2.py")
 
 
 # ----------------------------------------------------------------------- its model
@@ -153,9 +154,13 @@ def model_from_checkpoint(
 
     `models` is {recipe: class}. UserError with `path` and `remedy` if it cannot be built.
     """
-    with reading(path, remedy, problem="is not a model that this project can read"):
+    problem = "is not a model that this project can read"
+    if "model_config" in checkpoint:                    # this project's, and whole
+        problem = "is not a model of this version of the project"
+        remedy = f"use the version that wrote it, or {remedy}"
+    with reading(path, remedy, problem=problem):
         weights = checkpoint["model"]
-        if "model_config" in checkpoint:                # this project's, read as it was written
+        if "model_config" in checkpoint:                # is read as it was written
             recipe = checkpoint["recipe"]
             if recipe not in models:
                 raise unexpected("its recipe", " or ".join(models), recipe)

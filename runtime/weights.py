@@ -206,6 +206,9 @@ def load_weights(model: torch.nn.Module, state_dict: dict) -> None:
     is_tied = model.lm_head.weight is model.transformer.wte.weight
     if is_tied and HEAD not in state_dict:
         state_dict = state_dict | {HEAD: state_dict[EMBEDDING]}
+    missing = sorted(model.state_dict().keys() - state_dict.keys())
+    if missing:
+        raise KeyError(missing[0])
     model.load_state_dict(state_dict, assign=True)
 
     for name, p in model.named_parameters():

@@ -388,6 +388,24 @@ def test_a_damaged_newest_checkpoint_is_refused_and_the_one_before_named(damage,
     assert " at step 3 of 4" in header("--out", a_copy)
 
 
+def without_a_weight(content):
+    del content["model"]["transformer.ln_f.weight"]
+
+
+def without_optimizers(content):
+    del content["optimizers"]
+
+
+@pytest.mark.parametrize("older, word", [
+    (without_a_weight, "transformer.ln_f.weight"), (without_optimizers, "optimizers")])
+def test_a_checkpoint_of_another_version_is_called_that_and_is_not_to_be_removed(
+        older, word, a_copy, header):
+    change(a_copy / "checkpoint_000004.pt", older)
+    line = refused(lambda: header("--out", a_copy), a_copy / "checkpoint_000004.pt", word,
+                   "version that wrote it")
+    assert "remove" not in line
+
+
 def test_a_command_that_meets_a_flipped_bit_ends_with_exit_code_2(byte_data, a_copy):
     flip_a_bit(a_copy / "checkpoint_000004.pt")
     result = run("--data", byte_data, "--out", a_copy, code=2)

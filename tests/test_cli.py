@@ -286,7 +286,7 @@ def test_a_value_from_a_file_is_quoted_in_a_few_characters(value, text):
     (FileNotFoundError(2, "No such file", "a.npy"), "No such file"),
     (ValueError("its step"), "its step"),
     (RunError("drifted\napart"), "drifted apart"),
-    (KeyError("step"), "KeyError: 'step'"),
+    (KeyError("step"), "it has no 'step'"),
     (RuntimeError("how to load it unsafely WeightsUnpickler error: what"), "RuntimeError: what"),
     (ValueError("x" * 999), "x" * 200),
 ])
