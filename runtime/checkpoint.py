@@ -15,7 +15,7 @@ from runtime.weights import (
     MODEL_SHAPE,
     build_model,
     find_checkpoint,
-    gpt2_in_our_names,
+    gpt2_of_others,
     read_checkpoint,
 )
 
@@ -80,6 +80,8 @@ def choose_checkpoint(flags) -> Path | None:
         return newest
 
     path = find_checkpoint(flags.resume)
+    if path is not None and path.is_dir():
+        path = None                             # a model in the Hugging Face format is no run
     if newest is None:
         if path is None or not is_there(path):
             raise UserError(f"--resume {flags.resume} is neither a checkpoint nor a run's folder: "
@@ -148,9 +150,12 @@ def reading_run_state(path: Path, remedy: str):
 # ----------------------------------------------------------------------- its model
 
 def model_from_checkpoint(
-    checkpoint: dict, path: str | Path, models: dict, remedy: str = "choose another checkpoint"
+    checkpoint: dict,
+    path: str | Path,
+    models: dict,
+    remedy: str = "choose another file (docs/formats.md)",
 ):
-    """The model of a checkpoint's dict: ours, nanoGPT's or build-nanogpt's.
+    """The model of a checkpoint's dict: ours, or another project's GPT-2.
 
     `models` is {recipe: class}. UserError with `path` and `remedy` if it cannot be built.
     """
@@ -159,22 +164,17 @@ def model_from_checkpoint(
         problem = "is not a model of this version of the project"
         remedy = f"use the version that wrote it, or {remedy}"
     with reading(path, remedy, problem=problem):
-        weights = checkpoint["model"]
         if "model_config" in checkpoint:                # is read as it was written
             recipe = checkpoint["recipe"]
             if recipe not in models:
                 raise unexpected("its recipe", " or ".join(models), recipe)
-            model = build_model(models[recipe], checkpoint["model_config"], weights)
+            model = build_model(models[recipe], checkpoint["model_config"], checkpoint["model"])
             for name, p in model.named_parameters():
                 if name in checkpoint.get("frozen", ()):
                     p.requires_grad_(False)
             return model
 
-        if "model_args" in checkpoint:                  # nanoGPT's
-            settings = checkpoint["model_args"] | {"gelu": "none"}
-        else:                                           # build-nanogpt's
-            settings = vars(checkpoint["config"]) | {"gelu": "tanh"}
-        return build_model(models["gpt2"], settings, gpt2_in_our_names(weights))
+        return build_model(models["gpt2"], *gpt2_of_others(checkpoint, path))
 
 
 # ----------------------------------------------------------------------- what a run takes from it

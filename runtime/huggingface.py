@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from runtime.cli import UserError, brief_error, print_error, unexpected
-from runtime.files import reading, replace_file
+from runtime.files import is_there, reading, replace_file
 from runtime.tokenizer import ASSETS, EOT, VOCAB_SIZE, bpe_file, token_bytes
-from runtime.weights import EMBEDDING, HEAD, build_model, gpt2_in_our_names
+from runtime.weights import EMBEDDING, HEAD, build_model, gpt2_in_our_names, transpose
 
 # The models on the hub whose owner, openai-community, can be left out.
 OPENAI_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -27,6 +27,7 @@ FIXED_SETTINGS = {
     "tie_word_embeddings": True,
     "scale_attn_by_inverse_layer_idx": False,
     "add_cross_attention": False,
+    "quantization_config": None,
 }
 
 # Names of the two kinds of GELU in config.json, and what GPTConfig.gelu calls them.
@@ -35,14 +36,6 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "tanh",
     "gelu": "none",
 }
-
-# The hub's GPT-2 stores these weights as (in, out), nn.Linear as (out, in).
-TRANSPOSED = (
-    "attn.c_attn.weight",
-    "attn.c_proj.weight",
-    "mlp.c_fc.weight",
-    "mlp.c_proj.weight",
-)
 
 # How far a model's logits may be from those of its export, in standard deviations of the logits.
 # Rounding makes 3e-6 at most, and the exact GELU in place of tanh's makes 1e-4.
@@ -76,7 +69,7 @@ def from_huggingface(source: str | Path, models: dict):
 
     # `reading` turns any error in here into a UserError that names the source.
     problem = "is neither a GPT-2 nor an export of this project in the Hugging Face format"
-    remedy = "choose another model"
+    remedy = "choose another model (docs/formats.md)"
     with reading(source, remedy, problem=problem):
         config = read_json(folder / "config.json")
         recipe = config.get("model_type")
@@ -86,7 +79,7 @@ def from_huggingface(source: str | Path, models: dict):
         else:
             recipe = "gpt2"
             config |= gpt2_settings(config)
-            weights = gpt2_in_our_names(transpose(read_weights(folder)))
+            weights = gpt2_in_our_names(read_weights(folder))
         return build_model(models[recipe], config, weights)
 
 
@@ -175,17 +168,10 @@ def read_weights(folder: Path) -> dict:
 
     weights = {}
     for name in names:
+        if not is_there(folder / name):
+            raise UserError(f"{folder / name} is missing, which {index.name} names: fetch it")
         weights |= load_file(folder / name)
     return weights
-
-
-def transpose(weights: dict) -> dict:
-    """The weights, from the hub's (in, out) to nn.Linear's (out, in), or back."""
-    result = dict(weights)
-    for name, tensor in weights.items():
-        if name.endswith(TRANSPOSED):
-            result[name] = tensor.t()
-    return result
 
 
 # ---------------------------------------------------------------------- writing
