@@ -1,9 +1,11 @@
 """The Hugging Face format: reads folders and models of the hub, writes folders for transformers."""
 import copy
 import dataclasses
+import difflib
 import importlib.util
 import json
 import math
+import os
 from pathlib import Path
 
 import torch
@@ -92,8 +94,7 @@ def download_model(name: str) -> Path:
     if name in OPENAI_NAMES:
         repo = f"openai-community/{name}"
 
-    if name.count("/") > 1:                     # a name on the hub is OWNER/NAME
-        raise UserError(f"{name} is neither a file nor a folder: check the path")
+    check_hub_name(name)
 
     # First without a connection, from the hub's cache on this machine.
     for cached in (True, False):
@@ -111,6 +112,24 @@ def download_model(name: str) -> Path:
     raise UserError(f"{name} is neither a file nor a folder, and cannot be fetched from the "
                     f"Hugging Face hub ({why}): check the name and the connection, or use the path "
                     "of a checkpoint")
+
+
+def check_hub_name(name: str) -> None:
+    """UserError for a path that is not there. On the hub a name is OWNER/NAME."""
+    folder = Path(name).parent
+    if "/" in name and folder.is_dir():
+        names = os.listdir(folder)
+        if "metrics.csv" in names:
+            names.append("best")                # of a run, and no file
+        near = difflib.get_close_matches(Path(name).name, names)
+        hint = ""
+        if near:
+            hint = f", which has {' and '.join(near)}"
+        raise UserError(f"{name} is not there, and it is no name on the Hugging Face hub, because "
+                        f"{folder} is a folder here{hint}: check the path")
+
+    if name.count("/") > 1:
+        raise UserError(f"{name} is neither a file nor a folder: check the path")
 
 
 def read_json(path: Path) -> dict:

@@ -458,6 +458,20 @@ def test_a_model_that_is_not_here_is_refused_offline(name):
         GPT.from_pretrained(name)
 
 
+@pytest.mark.parametrize("name, near", [
+    ("log/bset", "best"), ("log/checkpoint-10", "checkpoint-100"), ("./lgo", "log"),
+    ("log/x", "log"),
+])
+def test_a_path_into_a_folder_that_is_here_is_not_asked_for_on_the_hub(
+        name, near, tmp_path, monkeypatch):
+    (tmp_path / "log" / "checkpoint-100").mkdir(parents=True)
+    (tmp_path / "log" / "metrics.csv").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", None)
+    with pytest.raises(UserError, match=f"{name} .*{near}"):
+        load_model(name)
+
+
 def test_the_names_of_openais_models_are_those_of_the_sizes():
     assert OPENAI_NAMES == tuple(GPT2_SIZES)
 
