@@ -146,14 +146,17 @@ def test_a_path_in_out_is_refused_unless_it_is_the_newest(header, a_copy, monkey
     assert contents(a_copy) == before
 
 
-@pytest.mark.parametrize("given", [
-    "nowhere", "empty", "empty/checkpoint_000777.pt", "gpt2", ".", "exported"])
+@pytest.mark.parametrize("given", ["nowhere", "empty", "empty/checkpoint_000777.pt", "gpt2", "."])
 def test_a_resume_from_what_is_no_checkpoint_is_refused(given, header, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
-    make_model().save_pretrained("exported")
     refused(lambda: header("--resume", given), given)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "exported"]
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"]
+
+
+def test_a_resume_from_an_exported_model_is_refused_with_the_flag_that_takes_it(header, tmp_path):
+    make_model().save_pretrained(tmp_path / "exported")
+    refused(lambda: header("--resume", tmp_path / "exported", "--out", tmp_path / "log"), "--init")
 
 
 # ----------------------------------------------------------------------- --init

@@ -4,13 +4,14 @@ import dataclasses
 import functools
 import json
 import shutil
+import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
 import torch.nn as nn
-from helpers import forked, script
+from helpers import ENV, HANG, ROOT, forked, script
 from hub import Hub
 from peers import (
     TINY,
@@ -169,9 +170,10 @@ def test_a_config_that_is_a_dict_says_how_many_heads_there_are(tmp_path, capsys)
     assert capsys.readouterr().err == ""
 
 
-def test_heads_are_not_guessed_where_64_does_not_divide_the_width(tmp_path):
+@pytest.mark.parametrize("n_embd", [16, 96])
+def test_heads_are_not_guessed_where_64_does_not_divide_the_width(n_embd, tmp_path):
     with pytest.raises(UserError, match="n_head"):
-        load_model(save(tmp_path / "a.pt", make_model().state_dict()))
+        load_model(save(tmp_path / "a.pt", make_model(n_embd=n_embd).state_dict()))
 
 
 def test_of_two_models_in_one_state_dict_none_is_chosen(tmp_path):
@@ -218,13 +220,16 @@ def save_a_share(path):
     dist.destroy_process_group()
 
 
-def test_a_share_of_the_weights_is_called_that(tmp_path):
-    """By torch's name, whether or not this process has imported what reads it."""
+def test_what_is_to_be_done_with_a_share_of_the_weights(tmp_path):
+    """In a new process, which has not imported what could read it, as torch._dynamo does."""
     [(code, _, stderr)] = forked(functools.partial(save_a_share, tmp_path / "a.pt"))
     assert code == 0, stderr
-    with pytest.raises(UserError, match="DTensor") as refused:
-        load_model(tmp_path / "a.pt")
-    assert "copy the file" not in str(refused.value)
+    result = subprocess.run(
+        [sys.executable, ROOT / "export.py", tmp_path / "a.pt", tmp_path / "exported"],
+        env=ENV, text=True, capture_output=True, timeout=HANG)
+    assert result.returncode == 2
+    assert "full_tensor" in result.stderr
+    assert "copy the file" not in result.stderr
 
 
 @pytest.mark.parametrize("value", [np.float64(3.1), np.zeros(3)])
