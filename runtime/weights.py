@@ -222,7 +222,7 @@ def gpt2_of_others(checkpoint: dict, path: str | Path) -> tuple[dict, dict]:
         sizes["n_head"] = n_embd // 64
         if is_rank_0():
             print_error(f"{path} does not say how many heads it has: {n_embd // 64} are taken, of "
-                        "64 numbers each, and the tanh form of GELU, as in GPT-2")
+                        f"64 numbers each, as in GPT-2, and GELU(approximate={gelu!r})")
     return sizes | settings | {"gelu": gelu}, weights
 
 
@@ -284,6 +284,7 @@ def load_weights(model: torch.nn.Module, state_dict: dict) -> None:
     is_tied = model.lm_head.weight is model.transformer.wte.weight
     if is_tied and HEAD not in state_dict:
         state_dict = state_dict | {HEAD: state_dict[EMBEDDING]}
+    # torch's own error names them all, and would be cut off.
     missing = sorted(model.state_dict().keys() - state_dict.keys())
     if missing:
         raise KeyError(missing[0])
