@@ -435,7 +435,7 @@ def evaluate_only(
     B = min(micro_batch.most_sequences(config), share)
     loss = validation_loss(data, B, state, process)
     tokens = data.val_count * config.sequence_length
-    process.print0(f"{start.path or config.init}: validation loss: "
+    process.print0(f"{start.source}: validation loss: "
                    f"{console.loss_text(loss, data)} on {tokens:,} tokens of {config.data}")
 
 

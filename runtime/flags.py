@@ -120,7 +120,15 @@ class FlagTable:
         """{flag: value} of the preset. --overfit is one with a name of its own."""
         if given.get("overfit"):
             return self.overfit.flags
-        return self.presets[given.get("preset", self.Config.preset)].flags
+        flags = self.presets[given.get("preset", self.Config.preset)].flags
+        if given.get("eval_only"):
+            # A run's checkpoint has what it began with, --init too: the preset does not say that.
+            flags = {name: value for name, value in flags.items() if name not in self.fixed()}
+        return flags
+
+    def fixed(self) -> set[str]:
+        """The flags that cannot change when a run resumes."""
+        return {f.name for f in dataclasses.fields(self.Config) if f.metadata.get("fixed")}
 
     # ------------------------------------------------------------------------- runs that resume
 
@@ -153,10 +161,10 @@ class FlagTable:
             # A run that began from --init has the shape of that model, whatever the preset says.
             for name in shape.keys() - given.keys():
                 wanted.pop(name, None)
-        fixed = [f.name for f in dataclasses.fields(self.Config) if f.metadata.get("fixed")]
+        fixed = self.fixed()
         if given.get("eval_only"):
-            fixed = ["recipe", *shape]          # nothing is trained: only the model has to be that
-        return {name: wanted[name] for name in fixed if name in wanted}
+            fixed = {"recipe", *shape}          # nothing is trained: only the model has to be that
+        return {name: value for name, value in wanted.items() if name in fixed}
 
     # ------------------------------------------------------------------------- mistakes
 

@@ -498,6 +498,18 @@ def test_eval_only_computes_at_once_what_needs_no_trial(evaluated_run, tmp_path,
     assert found == [4096 // T]
 
 
+def test_eval_only_takes_the_run_and_not_what_a_preset_begins_with(
+        evaluated_run, words, tmp_path, capsys):
+    """The preset's --init is gpt2. A typed one is evaluated, and its file is named."""
+    flags = [*words[:2], "--eval_only", "--preset", "finetune", "--val_tokens", 5 * T]
+
+    train(*flags, "--out", evaluated_run)
+    assert f"{evaluated_run}/checkpoint_000005.pt: validation loss" in capsys.readouterr().out
+    train(*flags, "--out", tmp_path, "--init", evaluated_run)
+    assert f"{evaluated_run}/checkpoint_000005.pt: validation loss" in capsys.readouterr().out
+    refused(lambda: train(*flags, "--out", tmp_path), "--init", "--out")
+
+
 def test_eval_only_needs_a_model_and_no_training_shards(evaluated_run, words, tmp_path, capsys):
     _, data = words[:2]
     shutil.copy(data / "text_val_000000.npy", tmp_path)
