@@ -29,6 +29,7 @@ class Start:
     path: Path | None = None                    # the checkpoint's; None: a new run
     checkpoint: dict | None = None              # the checkpoint's content, until `restore`
     step: int = 0                               # steps done
+    dtype: str = ""                             # that of the run so far; "" if it is not known
     remedy: str = ""                            # what to do if the checkpoint cannot be used
 
     @property
@@ -106,7 +107,10 @@ def start_from_checkpoint(path: Path, flags, models: dict) -> Start:
         for name in ("step", "tokens"):
             if type(checkpoint[name]) is not int:
                 raise unexpected(f"its {name}", "a number", checkpoint[name])
-    return Start(model, path, checkpoint, checkpoint["step"], remedy)
+        dtype = checkpoint.get("dtype", "")
+        if dtype not in ("", "float32", "bfloat16", "float16"):
+            raise unexpected("its dtype", "float32, bfloat16 or float16", dtype)
+    return Start(model, path, checkpoint, checkpoint["step"], dtype, remedy)
 
 
 def model_shape(model) -> dict:

@@ -13,7 +13,7 @@ import torch
 from runtime.checkpoint import Start
 from runtime.cli import RunError
 from runtime.files import checkpoints
-from runtime.hardware import device_name, peak_flops, peak_memory
+from runtime.hardware import bfloat16_of_cpu, device_name, peak_flops, peak_memory
 from runtime.metrics import Metrics
 from runtime.recipe import BatchSchedule
 
@@ -96,7 +96,7 @@ def print_header(config, process, data, model, schedule: BatchSchedule, start: S
     c, say = config, process.print0
     if start.path:
         say(f"resuming from {start.path} at step {start.step} of {c.max_steps}")
-    how = [c.dtype]
+    how = [dtype_text(c.dtype, process.device, start)]
     if c.compile:
         how.append("torch.compile")
     if c.attention != "auto":
@@ -123,6 +123,17 @@ def print_header(config, process, data, model, schedule: BatchSchedule, start: S
 
     if c.compile:
         say("compiling the model, which takes about a minute ...")
+
+
+def dtype_text(dtype: str, device: str, start: Start) -> str:
+    """The dtype, and what it depends on: the run before a resume, or the CPU."""
+    if start.dtype == dtype:
+        return f"{dtype} as before"
+    if start.dtype:
+        return f"{dtype} ({start.dtype} before)"
+    if device == "cpu":
+        return f"{dtype} (the CPU has {bfloat16_of_cpu()})"
+    return dtype
 
 
 def print_batch(config, process, schedule: BatchSchedule, B: int) -> None:
