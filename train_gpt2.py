@@ -413,6 +413,7 @@ def main(argv: list[str] | None = None) -> None:
     with hardware.memory_errors(process.device), machines.lost_ranks(process):
         # The flags as asked, the values that the run uses, and the checkpoint that it starts from.
         asked, config, start = resolve(given, process)
+        console.print_machine(config, process, start)
         recipe = RECIPES[config.recipe]
         if config.recipe == "gpt2":
             recipe = GPT2                       # RECIPES has its model only, for the other scripts

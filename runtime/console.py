@@ -91,22 +91,23 @@ class StepLog:
 
 # ----------------------------------------------------------------------- header and summary
 
+def print_machine(config, process, start: Start) -> None:
+    """The first line: where the run computes, and in what. torch's optimizers then take seconds."""
+    machines = ""
+    if process.machines:                        # of several processes
+        machines = f" ({counted(len(set(process.machines)), 'machine')})"
+    how = dtype_text(config.dtype, process.device, start)
+    if config.attention != "auto":
+        how += f", attention {config.attention}"
+    process.print0(f"{counted(process.world_size, 'process')}{machines} on {process.device} "
+                   f"({device_name(process.device)}), {how}, torch {torch.__version__}")
+
+
 def print_header(config, process, data, model, schedule: BatchSchedule, start: Start) -> None:
     """Where the run begins, and what it will do."""
     c, say = config, process.print0
     if start.path:
         say(f"resuming from {start.path} at step {start.step} of {c.max_steps}")
-    how = [dtype_text(c.dtype, process.device, start)]
-    if c.compile:
-        how.append("torch.compile")
-    if c.attention != "auto":
-        how.append(f"attention {c.attention}")
-    machines = ""
-    if process.machines:                        # of several processes
-        machines = f" ({counted(len(set(process.machines)), 'machine')})"
-    say(f"{counted(process.world_size, 'process')}{machines} on {process.device} "
-        f"({device_name(process.device)}), {', '.join(how)}, torch {torch.__version__}")
-
     num_params = sum(p.numel() for p in model.parameters())
     say(f"{c.recipe}: {num_params:,} parameters ({counted(c.n_layer, 'layer')}, "
         f"{counted(c.n_head, 'head')}, width {c.n_embd}, vocabulary {c.vocab_size})")
