@@ -264,10 +264,7 @@ class FrontierGPT(ModernLanguageModel):
         rows = rows.contiguous()
         table = self.transformer.part.weight.contiguous()
 
-        stems, forms = parts
-        total = F.embedding(stems, table)
-        total.add_(F.embedding(forms, table))           # in place, which saves time on a CPU
-        return total.add_(rows)
+        return F.embedding(parts, table).sum(dim=0).add_(rows)
 
     def sums_of_rows(self, tokens):
         """tokens (...) -> (..., C): the sums that embed these tokens, and that predict them."""
