@@ -43,7 +43,7 @@ import train_gpt2
 from config import FLAGS, MODEL, Config, resolve
 from recipes import RECIPES, fresh_model, load_model
 from runtime import checkpoint
-from runtime.cli import MODEL_HELP, FlagParser, UserError, run_command
+from runtime.cli import MODEL_HELP, FlagParser, UserError, run_command, user_path
 from runtime.console import StepLog
 from runtime.dataloader import TrainLoader, read_data
 from runtime.flags import add_flag
@@ -84,11 +84,11 @@ class Quiet(Process):
 class Lab:
     """Small models of a recipe, random tokens, and the runs that train_gpt2.py makes of them.
 
-    `given`, {flag: value}, is the command line. `source` is what load_model reads, "" for a small
+    `given`, {flag: value}, is the command line. `source` is what load_model reads, None for a small
     model. x and y, int64 (2, T), are what a forward takes.
     """
 
-    def __init__(self, given: dict, folder: Path, source: str = ""):
+    def __init__(self, given: dict, folder: Path, source: str | None = None):
         self.folder = folder
         self.source = source
         self.loaded = None
@@ -752,7 +752,7 @@ def processes(lab: Lab) -> str:
     return f"{figure}, of 3"
 
 
-def step_of_rank(given: dict, source: str, path: Path) -> None:
+def step_of_rank(given: dict, source: str | None, path: Path) -> None:
     """What each process does: the gradients of its first step, which rank 0 writes."""
     torch.set_num_threads(1)
     process = Quiet(**vars(train_gpt2.start_process("cpu")))
@@ -841,7 +841,7 @@ def parse(argv: list[str] | None) -> dict:
     parser = FlagParser(prog="check.py", usage="%(prog)s [flags]", description=__doc__)
     parser.add_argument("--fast", action="store_true",
                         help="Start no processes, and do not compile.")
-    parser.add_argument("--model", default="", help=f"{MODEL_HELP}.")
+    parser.add_argument("--model", type=user_path, help=f"{MODEL_HELP}.")
     for f in dataclasses.fields(Config):
         if f.metadata["group"] == MODEL and f.name != "init":
             add_flag(parser, f, RECIPES)

@@ -69,14 +69,16 @@ def load_model(source: str | Path) -> LanguageModel:
     """The model of `source`. UserError if it cannot be read.
 
     A source is one of
-    - a checkpoint of this project, of nanoGPT (ckpt.pt) or of build-nanogpt (model_*.pt)
+    - a checkpoint of this project, of nanoGPT (ckpt.pt) or of build-nanogpt (model_*.pt), or
+      another file of torch.save with a GPT-2's state dict
     - OUT, the folder of a run, which means its newest checkpoint
     - OUT/best, which means the checkpoint of the lowest validation loss there
-    - a folder in the Hugging Face format, or a name on the hub
+    - a folder in the Hugging Face format, or that of a Trainer, which means its newest
+      checkpoint-N; or a name on the hub
     """
     path = find_checkpoint(source)
-    if path is None:
-        return from_huggingface(source, models())
+    if path is None or path.is_dir():
+        return from_huggingface(path or source, models())
     return model_from_checkpoint(read_checkpoint(path), path, models())
 
 

@@ -9,8 +9,8 @@ import itertools
 import sys
 from collections.abc import Iterable, Iterator
 
-from runtime.cli import MODEL_HELP, FlagParser, check_range, run_command, user_path
-from runtime.tokenizer import EOT, encode, tokenizer
+from runtime.cli import MODEL_HELP, FlagParser, UserError, check_range, run_command, user_path
+from runtime.tokenizer import EOT, VOCAB_SIZE, document_start, encode, token_as_text
 
 
 def make_parser() -> FlagParser:
@@ -19,7 +19,9 @@ def make_parser() -> FlagParser:
                         help=f"{MODEL_HELP} (default gpt2).")
     start = parser.add_mutually_exclusive_group()
     start.add_argument("--prompt", default="",
-                       help="The text to continue (default: a new document).")
+                       help="The text to continue (default: a new document). A model whose "
+                            "vocabulary is not GPT-2's takes none, and its samples are numbers of "
+                            "tokens.")
     start.add_argument("--interactive", action="store_true",
                        help="Continue each line of stdin, until Ctrl-D. An empty line begins a "
                             "new document. Ctrl-C stops a continuation, and quits at the prompt.")
@@ -62,6 +64,15 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def check_prompt(args: argparse.Namespace, vocab_size: int) -> None:
+    """UserError for a prompt to a model whose tokens are not GPT-2's."""
+    for name in ("prompt", "interactive"):
+        if vocab_size < VOCAB_SIZE and getattr(args, name):
+            raise UserError(f"--{name} takes text, but {args.model} has a vocabulary of "
+                            f"{vocab_size} tokens, which are not GPT-2's: leave --{name} out, or "
+                            "see \"Tokens that are not GPT-2's\" in docs/data.md")
+
+
 def read_prompts() -> Iterator[str]:
     """The lines of stdin, on a terminal until Ctrl-D."""
     sys.stdin.reconfigure(errors="replace")     # whatever bytes a pipe may bring
@@ -84,15 +95,20 @@ def read_prompts() -> Iterator[str]:
 
 
 def stream_text(
-    steps: Iterable, prompt: list[int], num_samples: int, titles: bool = True
+    steps: Iterable,
+    prompt: list[int],
+    num_samples: int,
+    titles: bool = True,
+    vocab_size: int = VOCAB_SIZE,
 ) -> Iterator[str]:
     """The text of the samples in pieces, which come as soon as their tokens do.
 
     All samples are computed together and shown one after the other, each from its `prompt` to the
     end of its document. `steps` yields the next tokens of all of them at once, (num_samples, 1). It
-    is advanced only as far as what is shown needs.
+    is advanced only as far as what is shown needs. Of a vocabulary that is not GPT-2's the numbers
+    of the tokens are shown.
     """
-    bytes_of = tokenizer().decode_single_token_bytes
+    bytes_of = token_as_text(vocab_size)
     ids_of_steps = (step.flatten().tolist() for step in steps)
 
     # tee keeps what the first sample has taken, for those after it.
@@ -117,15 +133,14 @@ def continuations(
     import torch
 
     prompt = encode(text).tolist()
-    block_size = model.config.block_size
+    block_size, vocab_size = model.config.block_size, model.config.vocab_size
     if len(prompt) > block_size:
         print(f"the prompt has {len(prompt):,} tokens, but only the last {block_size:,} fit into "
               f"the model's context and are used", file=sys.stderr)
     start = prompt[-block_size:]
 
-    # <|endoftext|> begins a new document.
     if not start:
-        start = [EOT]
+        start = [document_start(vocab_size)]
 
     # (num_samples, T)
     idx = torch.tensor([start] * args.num_samples, dtype=torch.int64, device=device)
@@ -135,7 +150,7 @@ def continuations(
     # A single continuation follows the line that was just typed: the prompt is not printed again.
     if args.interactive and args.num_samples == 1:
         return stream_text(steps, [], 1, titles=False)
-    return stream_text(steps, prompt, args.num_samples)
+    return stream_text(steps, prompt, args.num_samples, vocab_size=vocab_size)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -144,7 +159,7 @@ def main(argv: list[str] | None = None) -> None:
     # Only now, because torch takes seconds to import.
     import torch
 
-    from recipes import check_tokens, load_model
+    from recipes import load_model
     from runtime.hardware import choose_device, choose_dtype, oom_as_user_error
     device = choose_device(args.device)
     dtype = choose_dtype(args.dtype, device)
@@ -157,7 +172,7 @@ def main(argv: list[str] | None = None) -> None:
 
     with oom_as_user_error(lambda: f"{device} is out of memory: lower --num_samples"):
         model = load_model(args.model).to(device)
-        check_tokens(model, args.model)
+        check_prompt(args, model.config.vocab_size)
 
         # One generator for all prompts: the same prompt twice has two continuations.
         generator = torch.Generator(device=device).manual_seed(args.seed)

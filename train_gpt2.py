@@ -34,7 +34,7 @@ from runtime.optimizers import CombinedOptimizer
 from runtime.output import Output
 from runtime.ranks import Process, Stopped
 from runtime.recipe import BatchSchedule, Recipe, make_batch_schedule
-from runtime.tokenizer import EOT, encode, tokenizer
+from runtime.tokenizer import document_start, encode, tokens_as_text
 
 # ----------------------------------------------------------------------------- the recipe of GPT-2
 
@@ -258,12 +258,12 @@ def print_samples(run: Run, num_samples=4, max_new_tokens=32) -> None:
     generator = torch.Generator(device).manual_seed(42)
     tokens = encode(run.config.sample_prompt).tolist()[-run.config.block_size:]
     if not tokens:
-        tokens = [EOT]
+        tokens = [document_start(run.config.vocab_size)]
     idx = torch.tensor([tokens] * num_samples, device=device)                   # (num_samples, T)
     with run.state.autocast:
         idx = run.state.model.generate(idx, max_new_tokens, generator=generator)
     for i, row in enumerate(idx.tolist()):
-        run.process.print0(f"sample {i}: {tokenizer().decode(row)}")
+        run.process.print0(f"sample {i}: {tokens_as_text(row, run.config.vocab_size)}")
 
 
 def evaluate(step: int, run: Run) -> bool:
@@ -432,10 +432,12 @@ def evaluate_only(
     state = make_train_state(config, recipe, model, process)
     checkpoint.restore_others(start, state)
     model.eval()
-    B = micro_batch.most_sequences(config)              # --batch_size, without a trial
+    # --batch_size, without a trial. At most as many as there are: a last batch is filled up to B.
+    share = math.ceil(data.val_count / process.world_size)
+    B = min(micro_batch.most_sequences(config), share)
     loss = validation_loss(data, B, state, process)
     tokens = data.val_count * config.sequence_length
-    process.print0(f"{start.path or config.init}: validation loss: "
+    process.print0(f"{start.source}: validation loss: "
                    f"{console.loss_text(loss, data)} on {tokens:,} tokens of {config.data}")
 
 

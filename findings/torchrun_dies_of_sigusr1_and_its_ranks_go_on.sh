@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# torch 2.13.0: torchrun handles SIGTERM, SIGINT, SIGHUP and SIGQUIT. SIGUSR1, by which Slurm's `--signal=USR1@120` warns
-# a job, it neither handles nor passes on: it dies of it, and its ranks, which would have saved on that signal, never hear
-# of it. Nor do they end with torchrun: their collectives need neither it nor its store, so they train on without a
-# parent, and whoever starts the job again has two of them.
+# torch 2.13.0: torchrun handles SIGTERM, SIGINT, SIGHUP and SIGQUIT. A SIGUSR1 that `kill` sends it, it neither handles
+# nor passes on: it dies of it, and its ranks, which would have saved on that signal, never hear of it. Nor do they end
+# with torchrun: their collectives need neither it nor its store, so they train on without a parent, and whoever starts
+# the job again has two of them. Slurm's `--signal=USR1@120` sends SIGUSR1 to the ranks, too, but kills them as soon as
+# torchrun is dead (22.05.8, proctrack/cgroup), before they have saved.
 # Seen: torchrun's exit code 138 (128 + SIGUSR1); both ranks alive after it, and further all_reduces of theirs.
 set -euo pipefail
 tmp=$(mktemp -d)

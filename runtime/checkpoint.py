@@ -15,7 +15,7 @@ from runtime.weights import (
     MODEL_SHAPE,
     build_model,
     find_checkpoint,
-    gpt2_in_our_names,
+    gpt2_of_others,
     read_checkpoint,
 )
 
@@ -30,7 +30,9 @@ class Start:
     checkpoint: dict | None = None              # the checkpoint's content, until `restore`
     step: int = 0                               # steps done
     dtype: str = ""                             # that of the run so far; "" if it is not known
+    extras: frozenset = frozenset()             # Output.extras, when the checkpoint was saved
     remedy: str = ""                            # what to do if the checkpoint cannot be used
+    source: Path | str = ""                     # the file, folder or hub name of the model
 
     @property
     def flags(self) -> dict:
@@ -58,9 +60,11 @@ def find_start(flags, process, models: dict, load_model: Callable) -> Start:
 
     # If --init differed, some ranks would wait in rank0_first for others that never come.
     process.require_same({"--init": flags.init})
-    if flags.init != "scratch":
-        return Start(process.rank0_first(load_model, flags.init))
-    return Start()
+    if flags.init == "scratch":
+        return Start()
+    with process.together():
+        source = find_checkpoint(flags.init) or flags.init
+    return Start(process.rank0_first(load_model, source), source=source)
 
 
 def choose_checkpoint(flags) -> Path | None:
@@ -78,6 +82,8 @@ def choose_checkpoint(flags) -> Path | None:
         return newest
 
     path = find_checkpoint(flags.resume)
+    if path is not None and path.is_dir():
+        path = None                             # a model in the Hugging Face format is no run
     if newest is None:
         if path is None or not is_there(path):
             raise UserError(f"--resume {flags.resume} is neither a checkpoint nor a run's folder: "
@@ -110,7 +116,10 @@ def start_from_checkpoint(path: Path, flags, models: dict) -> Start:
         dtype = checkpoint.get("dtype", "")
         if dtype not in ("", "float32", "bfloat16", "float16"):
             raise unexpected("its dtype", "float32, bfloat16 or float16", dtype)
-    return Start(model, path, checkpoint, checkpoint["step"], dtype, remedy)
+        extras = frozenset(checkpoint.get("extras", ()))
+    return Start(
+        model, path, checkpoint, checkpoint["step"], dtype=dtype, extras=extras, remedy=remedy,
+        source=path)
 
 
 def model_shape(model) -> dict:
@@ -130,7 +139,7 @@ def remedy_for(path: Path, flags) -> str:
     if path.parent.resolve() == Path(flags.out).resolve():
         if before is None:
             return "start a new run with another --out"
-        return f"remove the file to resume from {before.name}"
+        return f"move the file away to resume from {before.name}"
     if before is None:
         return "choose another checkpoint with --resume"
     return f"use --resume {before}"
@@ -139,38 +148,41 @@ def remedy_for(path: Path, flags) -> str:
 def reading_run_state(path: Path, remedy: str):
     """Around code that takes values out of a checkpoint: its errors become one UserError.
 
-    The checkpoint may be damaged, or of another project.
+    The checkpoint may be of another project, or of another version of this one.
     """
-    return reading(path, f"{remedy}, or train from its weights with --init {path}",
-                   problem="does not hold the state of a run of train_gpt2.py")
+    remedy = f"{remedy}, or train from its weights with --init {path}"
+    return reading(path, f"use the version that wrote it, {remedy}",
+                   problem="does not hold the state of a run of this version of train_gpt2.py")
 
 
 # ----------------------------------------------------------------------- its model
 
 def model_from_checkpoint(
-    checkpoint: dict, path: str | Path, models: dict, remedy: str = "choose another checkpoint"
+    checkpoint: dict,
+    path: str | Path,
+    models: dict,
+    remedy: str = "choose another file (docs/formats.md)",
 ):
-    """The model of a checkpoint's dict: ours, nanoGPT's or build-nanogpt's.
+    """The model of a checkpoint's dict: ours, or another project's GPT-2.
 
     `models` is {recipe: class}. UserError with `path` and `remedy` if it cannot be built.
     """
-    with reading(path, remedy, problem="is not a model that this project can read"):
-        weights = checkpoint["model"]
-        if "model_config" in checkpoint:                # this project's, read as it was written
+    problem = "is not a model that this project can read"
+    if "model_config" in checkpoint:                    # this project's, and whole
+        problem = "is not a model of this version of the project"
+        remedy = f"use the version that wrote it, or {remedy}"
+    with reading(path, remedy, problem=problem):
+        if "model_config" in checkpoint:                # is read as it was written
             recipe = checkpoint["recipe"]
             if recipe not in models:
                 raise unexpected("its recipe", " or ".join(models), recipe)
-            model = build_model(models[recipe], checkpoint["model_config"], weights)
+            model = build_model(models[recipe], checkpoint["model_config"], checkpoint["model"])
             for name, p in model.named_parameters():
                 if name in checkpoint.get("frozen", ()):
                     p.requires_grad_(False)
             return model
 
-        if "model_args" in checkpoint:                  # nanoGPT's
-            settings = checkpoint["model_args"] | {"gelu": "none"}
-        else:                                           # build-nanogpt's
-            settings = vars(checkpoint["config"]) | {"gelu": "tanh"}
-        return build_model(models["gpt2"], settings, gpt2_in_our_names(weights))
+        return build_model(models["gpt2"], *gpt2_of_others(checkpoint, path))
 
 
 # ----------------------------------------------------------------------- what a run takes from it

@@ -134,6 +134,8 @@ def brief_error(error: Exception) -> str:
     text = str(error).split("WeightsUnpickler error:")[-1]
     text = " ".join(text.split())[:200]
 
+    if type(error) is KeyError:
+        return f"it has no {text}"
     # A plain ValueError is one of ours: it says what is wrong with a file.
     if type(error) in (ValueError, UserError, RunError):
         return text

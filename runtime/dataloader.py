@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from runtime.cli import RunError, UserError
-from runtime.files import reading
+from runtime.files import is_there, reading
 from runtime.recipe import BatchSchedule
 from runtime.shards import count_tokens, list_shards, read_shard, unfinished
 from runtime.tokenizer import EOT, VOCAB_SIZE, encode, token_lengths, tokenizer
@@ -26,6 +26,7 @@ INPUT_TXT = Path(__file__).resolve().parent.parent / "input.txt"
 DEPTH = 8               # micro-batches read ahead: loading the next shard takes about a second
 DIGEST_TOKENS = 65_536  # of each end of a shard
 SAMPLE_TOKENS = 1 << 20
+MOST_IN_MEMORY = 2**27  # tokens of a shard that is read whole: 268 MB
 CHARACTERS_PER_TOKEN = 20       # more than any English text needs
 PROMPT_TOKENS = 24              # at most, of a prompt that the validation shards give
 
@@ -53,9 +54,10 @@ class TokenDataset:
     last target needs one token more. Without `shuffle` the sequences come in the order of the
     files. With it, each epoch permutes the shards, and the sequences of every shard, by the seed.
 
-    One shard is in memory. While the next one is read there are two, and from the second epoch on
-    three, because np.roll copies. UserError for too little text, and for a shard that is damaged,
-    has ids that the model lacks, or changes its length or ends during the run.
+    One shard is in memory, and two while the next one is read. Of one that is larger than
+    MOST_IN_MEMORY, such as nanoGPT's 18 GB of OpenWebText, each sequence is read from the disk when
+    its turn comes. UserError for too little text, and for a shard that is damaged, has ids that the
+    model lacks, or changes its length or ends during the run.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class TokenDataset:
                             "make shards of more text, or lower --sequence_length")
 
         # A micro-batch takes only a few rows: keep the shard that is being read.
-        self._sequences = lru_cache(1)(self._sequences)
+        self._reading = lru_cache(1)(self._reading)
 
     def _fingerprint(self, i):
         """[name, number of tokens, digest] of shard i."""
@@ -102,7 +104,7 @@ class TokenDataset:
                                "the same command goes on") from None
             first = read_shard(shard, 0, SAMPLE_TOKENS)
             last = read_shard(shard, max(0, length - DIGEST_TOKENS))
-        self._check_ids(i, first[:SAMPLE_TOKENS])       # _sequences checks all of them
+        self._check_ids(i, first[:SAMPLE_TOKENS])       # _open has all of them checked
         return [Path(self.names[i]).name, length, digest(first, last)]
 
     def occurrences(self, vocab_size: int) -> np.ndarray:
@@ -127,29 +129,45 @@ class TokenDataset:
             return np.arange(n)
         return stable_permutation(n, self.seed, *key)
 
-    def _sequences(self, epoch, i):
-        """Reads shard i: its sequences as rows (count_i, T+1), and their order in this epoch."""
-        shard = self.shards[i]
-        tokens = shard if isinstance(shard, np.ndarray) else read_shard(shard)
-        if [len(tokens), digest(tokens, tokens)] != self.fingerprint[i][1:]:
+    def _reading(self, epoch, i):
+        """How shard i is read in this epoch.
+
+        A function (first, count) -> tokens; the place where the first sequence begins; the order of
+        the sequences.
+        """
+        tokens_of = self._open(i)
+        if self._fingerprint(i) != self.fingerprint[i]:
             raise UserError(f"{self.names[i]} changed during the run: restore the file, then run "
                             "the same command again")
-        self._check_ids(i, tokens)
 
+        # Later epochs cut the shard at other tokens, so that the model does not learn fixed pieces
+        # by heart.
+        begin = 0
         if epoch > 0:
-            # Later epochs cut the shard at other tokens, so that the model does not learn fixed
-            # pieces by heart. The shard's end is followed by its beginning.
-            offset = self._order(self.T, epoch, i)[0]
-            tokens = np.roll(tokens, -offset)
-        windows = np.lib.stride_tricks.sliding_window_view(tokens, self.T + 1)      # copies nothing
-        return windows[::self.T], self._order(self.counts[i], epoch, i)
+            begin = int(self._order(self.T, epoch, i)[0])
+        return tokens_of, begin, self._order(self.counts[i], epoch, i)
+
+    def _open(self, i) -> Callable[[int, int], np.ndarray]:
+        """A function (first, count) -> tokens of shard i, whose ids are checked."""
+        shard = self.shards[i]
+        _, length, _ = self.fingerprint[i]
+        if not isinstance(shard, np.ndarray) and length > MOST_IN_MEMORY:
+            def from_disk(first, count):
+                tokens = read_shard(shard, first, count)
+                self._check_ids(i, tokens)
+                return tokens
+            return from_disk
+
+        tokens = shard if isinstance(shard, np.ndarray) else read_shard(shard)
+        self._check_ids(i, tokens)
+        return lambda first, count: tokens[first:first + count]
 
     def read(self, first: int, count: int) -> np.ndarray:
         """Sequences number `first` to `first + count - 1`: uint16 (count, T+1).
 
         Each row has T inputs and, one token later, T targets.
         """
-        parts = []
+        rows = []
         backward = max(0, self.backward - first)
         while count > 0:
             # Locate the sequence `first`: its epoch, its shard, its row there.
@@ -160,14 +178,19 @@ class TokenDataset:
             shard = int(shard_order[slot])
             first_row = position - (ends[slot] - self.counts[shard])
 
-            # Take rows from there to the shard's end, at most `count`.
-            rows, row_order = self._sequences(epoch, shard)
-            part = rows[row_order[first_row:][:count]]
-            parts.append(part)
-            first += len(part)
-            count -= len(part)
+            # Take sequences from there to the shard's last one, at most `count`.
+            tokens_of, begin, order = self._reading(epoch, shard)
+            numbers = order[first_row:][:count]
+            for number in numbers:
+                row = tokens_of(begin + self.T * number, self.T + 1)
+                missing = self.T + 1 - len(row)
+                if missing > 0:         # the shard's end is followed by its beginning
+                    row = np.concatenate((row, tokens_of(0, missing)))
+                rows.append(row)
+            first += len(numbers)
+            count -= len(numbers)
 
-        rows = np.concatenate(parts)
+        rows = np.stack(rows)
         rows[:backward] = rows[:backward, ::-1].copy()
         return rows
 
@@ -288,7 +311,12 @@ class Data:
         return targets.size / (math.log(2) * max(1, num_bytes))
 
     def choose_prompt(self, config) -> str:
-        """--sample_prompt, or if that is "auto" the first line of the validation shards."""
+        """--sample_prompt, or if that is "auto" the first line of the validation shards.
+
+        "" if the tokens are not GPT-2's, because no text can be written in them.
+        """
+        if config.vocab_size < VOCAB_SIZE:
+            return ""
         if config.sample_prompt == "auto":
             return self.first_line()
         return config.sample_prompt
@@ -340,6 +368,7 @@ def read_data(config) -> Data:
         return Data(TokenDataset(
             [overfit_tokens(config.total_batch_size)], T, vocab_size=vocab_size))
 
+    check_vocabulary(config)
     train = None
     if not config.eval_only:
         train_shards = list_shards(config.data, "train")
@@ -350,6 +379,20 @@ def read_data(config) -> Data:
     val = TokenDataset(list_shards(config.data, "val"), T, vocab_size=vocab_size)
     val_count = max(1, config.val_tokens // T)
     return Data(train, val, min(val.total, val_count), unfinished(config.data))
+
+
+def check_vocabulary(config) -> None:
+    """UserError for the tokens of nanoGPT's characters, say, and a model that takes GPT-2's."""
+    # Such a folder has a meta.pkl that names the characters. It is not opened: a pickle can run
+    # code.
+    meta = Path(config.data, "meta.pkl")
+    if config.vocab_size >= VOCAB_SIZE and is_there(meta):
+        remedy = ("give the number of their tokens, such as --vocab_size 65 for nanoGPT's "
+                  "shakespeare_char, with --hellaswag_every 0; or make shards of GPT-2's tokens "
+                  "with `python fineweb.py --input YOUR_TEXT`")
+        if config.eval_only or config.init != "scratch":
+            remedy = "name a model that was trained on these tokens with --init"
+        raise UserError(f"{meta} says that the shards beside it are not GPT-2's tokens: {remedy}")
 
 
 def open_data(config, process) -> Data:

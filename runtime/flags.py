@@ -120,7 +120,15 @@ class FlagTable:
         """{flag: value} of the preset. --overfit is one with a name of its own."""
         if given.get("overfit"):
             return self.overfit.flags
-        return self.presets[given.get("preset", self.Config.preset)].flags
+        flags = self.presets[given.get("preset", self.Config.preset)].flags
+        if given.get("eval_only"):
+            # A run's checkpoint has what it began with, --init too: the preset does not say that.
+            flags = {name: value for name, value in flags.items() if name not in self.fixed()}
+        return flags
+
+    def fixed(self) -> set[str]:
+        """The flags that cannot change when a run resumes."""
+        return {f.name for f in dataclasses.fields(self.Config) if f.metadata.get("fixed")}
 
     # ------------------------------------------------------------------------- runs that resume
 
@@ -153,8 +161,10 @@ class FlagTable:
             # A run that began from --init has the shape of that model, whatever the preset says.
             for name in shape.keys() - given.keys():
                 wanted.pop(name, None)
-        fixed = [f.name for f in dataclasses.fields(self.Config) if f.metadata.get("fixed")]
-        return {name: wanted[name] for name in fixed if name in wanted}
+        fixed = self.fixed()
+        if given.get("eval_only"):
+            fixed = {"recipe", *shape}          # nothing is trained: only the model has to be that
+        return {name: value for name, value in wanted.items() if name in fixed}
 
     # ------------------------------------------------------------------------- mistakes
 
@@ -335,10 +345,14 @@ def check_recipe_flags(config, recipes: dict[str, Recipe]) -> None:
 
 
 def check_model_flags(config) -> None:
-    if config.vocab_size < VOCAB_SIZE and (config.sample_every or config.hellaswag_every):
-        raise UserError(f"--vocab_size {config.vocab_size} must be at least {VOCAB_SIZE} (GPT-2's "
-                        "tokens) for samples and HellaSwag: raise --vocab_size, or turn both off "
-                        "with --sample_every 0 --hellaswag_every 0")
+    if config.vocab_size < VOCAB_SIZE and not config.eval_only:
+        tokens = f"the tokens of --vocab_size {config.vocab_size} are not GPT-2's {VOCAB_SIZE}"
+        if config.hellaswag_every:
+            raise UserError(f"HellaSwag is text, and {tokens}: raise --vocab_size, or turn it off "
+                            "with --hellaswag_every 0")
+        prompts = ("", "auto", type(config).sample_prompt)
+        if config.sample_every and config.sample_prompt not in prompts:
+            raise UserError(f"--sample_prompt is text, and {tokens}: leave the flag out")
 
     length = config.sequence_length
     if length != "auto" and length > config.block_size:

@@ -1,9 +1,11 @@
 """The Hugging Face format: reads folders and models of the hub, writes folders for transformers."""
 import copy
 import dataclasses
+import difflib
 import importlib.util
 import json
 import math
+import os
 from pathlib import Path
 
 import torch
@@ -11,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from runtime.cli import UserError, brief_error, print_error, unexpected
-from runtime.files import reading, replace_file
+from runtime.files import is_there, reading, replace_file
 from runtime.tokenizer import ASSETS, EOT, VOCAB_SIZE, bpe_file, token_bytes
-from runtime.weights import EMBEDDING, HEAD, build_model, gpt2_in_our_names
+from runtime.weights import EMBEDDING, HEAD, build_model, gpt2_in_our_names, transpose
 
 # The models on the hub whose owner, openai-community, can be left out.
 OPENAI_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -27,6 +29,7 @@ FIXED_SETTINGS = {
     "tie_word_embeddings": True,
     "scale_attn_by_inverse_layer_idx": False,
     "add_cross_attention": False,
+    "quantization_config": None,
 }
 
 # Names of the two kinds of GELU in config.json, and what GPTConfig.gelu calls them.
@@ -35,14 +38,6 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "tanh",
     "gelu": "none",
 }
-
-# The hub's GPT-2 stores these weights as (in, out), nn.Linear as (out, in).
-TRANSPOSED = (
-    "attn.c_attn.weight",
-    "attn.c_proj.weight",
-    "mlp.c_fc.weight",
-    "mlp.c_proj.weight",
-)
 
 # How far a model's logits may be from those of its export, in standard deviations of the logits.
 # Rounding makes 3e-6 at most, and the exact GELU in place of tanh's makes 1e-4.
@@ -76,7 +71,7 @@ def from_huggingface(source: str | Path, models: dict):
 
     # `reading` turns any error in here into a UserError that names the source.
     problem = "is neither a GPT-2 nor an export of this project in the Hugging Face format"
-    remedy = "choose another model"
+    remedy = "choose another model (docs/formats.md)"
     with reading(source, remedy, problem=problem):
         config = read_json(folder / "config.json")
         recipe = config.get("model_type")
@@ -86,7 +81,7 @@ def from_huggingface(source: str | Path, models: dict):
         else:
             recipe = "gpt2"
             config |= gpt2_settings(config)
-            weights = gpt2_in_our_names(transpose(read_weights(folder)))
+            weights = gpt2_in_our_names(read_weights(folder))
         return build_model(models[recipe], config, weights)
 
 
@@ -99,8 +94,7 @@ def download_model(name: str) -> Path:
     if name in OPENAI_NAMES:
         repo = f"openai-community/{name}"
 
-    if name.count("/") > 1:                     # a name on the hub is OWNER/NAME
-        raise UserError(f"{name} is neither a file nor a folder: check the path")
+    check_hub_name(name)
 
     # First without a connection, from the hub's cache on this machine.
     for cached in (True, False):
@@ -118,6 +112,24 @@ def download_model(name: str) -> Path:
     raise UserError(f"{name} is neither a file nor a folder, and cannot be fetched from the "
                     f"Hugging Face hub ({why}): check the name and the connection, or use the path "
                     "of a checkpoint")
+
+
+def check_hub_name(name: str) -> None:
+    """UserError for a path that is not there. On the hub a name is OWNER/NAME."""
+    folder = Path(name).parent
+    if "/" in name and folder.is_dir():
+        names = os.listdir(folder)
+        if "metrics.csv" in names:
+            names.append("best")                # of a run, and no file
+        near = difflib.get_close_matches(Path(name).name, names)
+        hint = ""
+        if near:
+            hint = f", which has {' and '.join(near)}"
+        raise UserError(f"{name} is not there, and it is no name on the Hugging Face hub, because "
+                        f"{folder} is a folder here{hint}: check the path")
+
+    if name.count("/") > 1:
+        raise UserError(f"{name} is neither a file nor a folder: check the path")
 
 
 def read_json(path: Path) -> dict:
@@ -175,17 +187,10 @@ def read_weights(folder: Path) -> dict:
 
     weights = {}
     for name in names:
+        if not is_there(folder / name):
+            raise UserError(f"{folder / name} is missing, which {index.name} names: fetch it")
         weights |= load_file(folder / name)
     return weights
-
-
-def transpose(weights: dict) -> dict:
-    """The weights, from the hub's (in, out) to nn.Linear's (out, in), or back."""
-    result = dict(weights)
-    for name, tensor in weights.items():
-        if name.endswith(TRANSPOSED):
-            result[name] = tensor.t()
-    return result
 
 
 # ---------------------------------------------------------------------- writing

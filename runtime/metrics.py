@@ -22,7 +22,7 @@ FORMATS = {
     "val_tokens": "d",          # that `val` was measured on
 }
 HEADER = ",".join(FORMATS)
-REMEDY = "remove the file, or choose another --out"
+REMEDY = "rename the file, or choose another --out"
 
 
 class Metrics(Sequence):
@@ -108,7 +108,8 @@ def read_lines(path: str | Path) -> dict[int, str]:
     with open(path, encoding="utf-8-sig", errors="replace", newline="\n") as file:
         header = file.readline().rstrip("\r\n")
         if header != HEADER:
-            raise ValueError(f"its first line: expected {HEADER}, found {header[:80]!r}")
+            raise ValueError(f"its first line is another version's: expected {HEADER}, found "
+                             f"{header[:80]!r}")
         lines = {}
         for line in file:
             if line.endswith("\n"):                 # a crash can cut off the last one

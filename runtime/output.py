@@ -72,6 +72,7 @@ class Output:
                 f"{self.out} has checkpoints, but no metrics.csv with their validation losses: the "
                 f"checkpoints up to step {start.step} stay, because one of them may be the best")
         self.metrics.continue_at(start.step)
+        self.extras.update(start.extras)
         if self.config.wandb:
             self.wandb = open_wandb(self.out.resolve(), vars(self.config), resumes=start.step > 0)
 
@@ -122,6 +123,7 @@ class Output:
         self.metrics.close()
 
         old = self.superfluous_after(step)
+        content["extras"] = sorted(self.extras)     # a resume goes on with them
         self.pending = self.executor.submit(self._write, step, content, old)
         if self.process.device == "cpu":
             self.finish_save()

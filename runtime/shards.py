@@ -12,15 +12,20 @@ import numpy as np
 
 from runtime.cli import UserError, unexpected
 from runtime.files import is_there, read_text, reading, replace_file
+from runtime.tokenizer import EOT, VOCAB_SIZE
 
-# Of a shard, or one of nanoGPT's two files. Hidden files are no shards: a Mac leaves one beside
-# each file that it copies to another disk, ._x_train_000001.npy.
-SHARD_NAME = re.compile(r"(?!\.)(?:(?:.*_)?(train|val)_\d+\.(?:npy|bin)|(train|val)\.bin)$")
+# Of a shard; llm.c's tiny_shakespeare_train.bin and nanoGPT's train.bin have no number. Hidden
+# files are no shards: a Mac leaves one beside each file that it copies to another disk,
+# ._x_train_000001.npy.
+SHARD_NAME = re.compile(r"(?!\.)(?:.*_)?(train|val)(?:_\d+\.npy|(?:_\d+)?\.bin)$")
 NANOGPT = ("train.bin", "val.bin")          # uint16 tokens without a header
+NPY_MAGIC = b"\x93NUMPY"
 BIN_MAGIC = 20240520            # llm.c, dev/data/data_common.py
+BIN_START = BIN_MAGIC.to_bytes(4, "little")
 BIN_VERSION = 1
 BIN_HEADER = 256                # int32 numbers: magic, version, number of tokens, zeros
 REMEDY = "copy or make the shard again"
+SAMPLE = 2**18                  # numbers of 32 bits: a megabyte of a file, which tells its kind
 
 
 def write_shard(path: str | Path, tokens: np.ndarray) -> None:
@@ -49,6 +54,8 @@ def count_tokens(path: str | Path) -> int:
     """How many tokens a .npy or .bin shard has. UserError if it is truncated or no shard."""
     with reading(path, REMEDY), open(path, "rb") as file:
         _, length = find_tokens(file)
+        if Path(path).name in NANOGPT:
+            check_nanogpt(Path(path))
         return length
 
 
@@ -94,7 +101,10 @@ def find_tokens(file: BinaryIO) -> tuple[int, int]:
 
 def read_bin_header(file: BinaryIO) -> int:
     """The number of tokens in a .bin with llm.c's header. ValueError for another one."""
-    header = np.frombuffer(file.read(4 * BIN_HEADER).ljust(4 * BIN_HEADER), dtype="<i4")
+    content = file.read(4 * BIN_HEADER)
+    header = np.frombuffer(content.ljust(4 * BIN_HEADER), dtype="<i4")
+    if not BIN_START.startswith(content[:4]):
+        raise without_header(Path(file.name), "llm.c's")
     if (header[0], header[1]) != (BIN_MAGIC, BIN_VERSION):
         raise ValueError(f"it does not start with llm.c's header, which has magic {BIN_MAGIC} and "
                          f"version {BIN_VERSION}")
@@ -108,6 +118,10 @@ def read_npy_header(file: BinaryIO) -> int:
         (1, 0): np.lib.format.read_array_header_1_0,
         (2, 0): np.lib.format.read_array_header_2_0,
     }
+    start = file.read(len(NPY_MAGIC))
+    if not NPY_MAGIC.startswith(start):
+        raise without_header(Path(file.name), "NumPy's")
+    file.seek(0)
     version = np.lib.format.read_magic(file)
     if version not in readers:
         raise unexpected("its version of .npy", "(1, 0) or (2, 0)", str(version))
@@ -129,13 +143,99 @@ def shard_names(folder: str | Path) -> list[str]:
 def list_shards(folder: str | Path, split: str) -> list[Path]:
     """The sorted paths of a folder's shards of a split, 'train' or 'val'. UserError if there are
     none."""
-    names = [name for name in shard_names(folder) if split in SHARD_NAME.match(name).groups()]
-    if not names:
-        raise UserError(
-            f"{folder} has no shards *_{split}_*.npy or .bin: make edu_fineweb10B with `python "
-            f"fineweb.py`, or for speedrun fineweb10B with `--pretokenized 17`, or shards of your "
-            f"own text with `--input YOUR_TEXT --out {folder}`")
-    return [Path(folder, name) for name in names]
+    names = shard_names(folder)
+    of_split = [name for name in names if SHARD_NAME.match(name)[1] == split]
+    if of_split:
+        return [Path(folder, name) for name in of_split]
+
+    if names and split == "train":
+        raise UserError(f"{folder} has validation shards alone, which are for --eval_only: to "
+                        "train, make another folder with `python fineweb.py --input YOUR_TEXT "
+                        "--out ANOTHER`, and name it with --data")
+    if names:
+        raise UserError(f"{folder} has training shards alone: train with --val_every 0, or put "
+                        "validation shards beside them, whose names have val in the place of train")
+    if is_there(folder):
+        check_other_files(folder, split)
+    raise UserError(
+        f"{folder} has no shards *_{split}_*.npy or .bin: make edu_fineweb10B with `python "
+        f"fineweb.py`, or for speedrun fineweb10B with `--pretokenized 17`, or shards of your "
+        f"own text with `--input YOUR_TEXT --out {folder}`")
+
+
+# ------------------------------------------------------------ tokens of other programs
+
+def check_nanogpt(path: Path) -> None:
+    """UserError unless train.bin or val.bin can be tokens of 16 bits without a header."""
+    if suffix_by_header(path):
+        raise UserError(f"{path} has a header, and nanoGPT's file of this name has none: "
+                        f"{conversion(path)}")
+    if raw_dtype(path) == "<u4":
+        raise UserError(f"{path} has numbers of 32 bits, not of 16: {conversion(path)}")
+
+
+def without_header(path: Path, whose: str) -> UserError:
+    """The error of a shard that has only the name of one."""
+    with open(path, "rb") as file:
+        start = file.read(8)
+    return UserError(f"{path} begins with {start!r}, not with {whose} header: {conversion(path)}")
+
+
+def check_other_files(folder: str | Path, split: str) -> None:
+    """UserError if a folder without shards has tokens, by another name or of another program."""
+    for name in sorted(os.listdir(folder)):
+        path = Path(folder, name)
+        kind = ""
+        if path.suffix == ".ds":
+            kind = "is datatrove's"
+        elif path.suffix == ".bin" and is_there(path.with_suffix(".idx")):
+            kind = "is Megatron's"
+        elif path.suffix == ".npy":
+            kind = "has no header, as those of OLMo"
+        if path.suffix in (".npy", ".bin") and suffix_by_header(path):
+            kind = "has not the name of a shard"
+        if kind and not name.startswith("."):
+            raise UserError(f"{path} {kind}: {conversion(path, split)}")
+
+
+def suffix_by_header(path: Path) -> str:
+    """'.npy' or '.bin' of a file that begins as NumPy's or llm.c's do, else ''."""
+    with open(path, "rb") as file:
+        start = file.read(len(NPY_MAGIC))
+    if start == NPY_MAGIC:
+        return ".npy"
+    if start[:4] == BIN_START:
+        return ".bin"
+    return ""
+
+
+def raw_dtype(path: Path) -> str:
+    """'<u4' of a file of 32-bit tokens, whose upper halves are below 4, and '<u2' of others."""
+    numbers = np.fromfile(path, "<u2", 2 * SAMPLE)
+    if numbers[1::2].max(initial=0) < 4:
+        return "<u4"
+    return "<u2"
+
+
+def conversion(path: Path, split: str = "") -> str:
+    """How a file becomes a shard, for a message. Its name says of which split, else `split`."""
+    named = SHARD_NAME.match(path.name)
+    if named:
+        split = named[1]
+    shard = f"text_{split}_000001"
+    suffix = suffix_by_header(path)
+    if suffix:
+        return f"rename it to {shard}{suffix}"
+
+    dtype = raw_dtype(path)
+    largest = np.fromfile(path, dtype, SAMPLE).max(initial=0)
+    if largest >= VOCAB_SIZE:
+        return (f"they are another tokenizer's tokens (found {largest}, and GPT-2's largest is "
+                f"{EOT}): make shards of the text with `python fineweb.py --input YOUR_TEXT`")
+    return ("if they are GPT-2's tokens, make a folder NEW, and convert them in Python: "
+            "import numpy as np; from runtime.shards import write_shard; "
+            f"t = np.fromfile({str(path)!r}, '{dtype}'); assert t.max() < {VOCAB_SIZE}; "
+            f"write_shard('NEW/{shard}.npy', t)")
 
 
 def file_sha256(path: str | Path) -> str:

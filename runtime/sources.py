@@ -27,7 +27,13 @@ FINEWEB = (FINEWEB_EDU, "HuggingFaceFW/fineweb")
 DOWNLOAD = ".download"          # the folder, in --out, of files while they are read
 DESCRIBED_BYTES = 1 << 16       # of each end of a file, by which it is told from another one
 # Splits that are not for training. The first of them that a folder has is for validation.
-HELD_OUT = ("validation", "valid", "val", "dev", "eval", "test")
+HELD_OUT = ("validation", "valid", "val", "dev", "evaluation", "eval", "heldout", "held_out",
+            "held-out", "test")
+LETTER = r"[^\W\d_]"
+# A word that names a split, as in train-0, training, squad_dev and testSet, but not in latest.
+SPLIT = re.compile(
+    rf"(?<!{LETTER})(train|{'|'.join(HELD_OUT)})(ing|set)?(?!{LETTER})", re.IGNORECASE)
+SHARD_NUMBER = re.compile(r"\d+-of-\d+")     # as in train-00000-of-00002.parquet
 
 
 # ----------------------------------------------------------------------------- files
@@ -63,9 +69,8 @@ def find_files(
     flag: str, patterns: list[str], split: str, out: Path, held_back: Container[str] = (),
 ) -> dict[str, Path]:
     """{real path of a file of text: its path}, of all that paths, folders and globs mean, in order,
-    but for the real paths in `held_back`. UserError for one of them without any text, or with files
-    of several kinds, and for one of --input that mixes splits. One line for each tells what none of
-    them reads."""
+    but for the real paths in `held_back`. UserError for one of them without any text, with several
+    splits, or with files of several kinds. One line for each tells what none of them reads."""
     # Shards may be made in the folder of their text, and have a .json beside them.
     manifest = os.path.realpath(out / "manifest.json")
 
@@ -74,8 +79,11 @@ def find_files(
         meant, matched = list_files(pattern, split)
         matched = [path for path in matched if os.path.realpath(path) != manifest
                    and not SHARD_NAME.match(path.name)]
-        check_kinds(flag, pattern, [path for path in matched if is_text(path)])
-        texts = [path for path in matched if path in meant and is_text(path)]
+        texts = [path for path in matched if is_text(path)]
+        others = [path for path in texts if os.path.realpath(path) not in held_back]
+        check_splits(flag, pattern, others, meant)
+        check_kinds(flag, pattern, others)
+        texts = [path for path in texts if path in meant]
         unread[pattern] = set(matched).difference(texts)
         if not texts:
             kinds = ", ".join(KINDS)
@@ -83,11 +91,9 @@ def find_files(
             raise UserError(f"--{flag} {pattern} matches no file of a known kind ({kinds}): "
                             f"{remedy}")
 
-        texts = [path for path in texts if os.path.realpath(path) not in held_back]
-        if flag == "input":
-            check_splits(pattern, texts)
         for path in texts:
-            found.setdefault(os.path.realpath(path), path)
+            if os.path.realpath(path) not in held_back:
+                found.setdefault(os.path.realpath(path), path)
 
     for pattern, paths in unread.items():
         line = describe_unread({path for path in paths if os.path.realpath(path) not in found})
@@ -97,9 +103,8 @@ def find_files(
 
 
 def is_text(path: Path) -> bool:
-    """Whether it is a file of a known kind, and not what `datasets` keeps of its computations."""
-    is_cache = path.name.startswith("cache-") and path.suffix == ".arrow"
-    return path.is_file() and ending(path) in KINDS and not is_cache
+    """Whether it is a file of a known kind."""
+    return path.is_file() and ending(path) in KINDS
 
 
 def check_kinds(flag: str, pattern: str, texts: list[Path]) -> None:
@@ -116,47 +121,72 @@ def count_endings(paths: Iterable[Path]) -> str:
     return ", ".join(f"{count} {suffix}" for suffix, count in sorted(suffixes.items()))
 
 
-def check_splits(pattern: str, texts: list[Path]) -> None:
-    """UserError if one folder or glob means files for training and, beside them, files that are
-    held out: a clone of a dataset has both."""
-    splits = defaultdict(dict)      # {(a folder, the kind of names in it): {split: its glob}}
-    for text in texts:
-        for path in (text, *text.parents):
-            split, its_glob = split_of_name(path)
-            kind = ending(path)
-            if kind not in KINDS:
-                kind = "folder"
-            if split:
-                splits[path.parent, kind][split] = its_glob
+def check_splits(flag: str, pattern: str, texts: list[Path], meant: set[Path]) -> None:
+    """UserError if one folder or glob has files for training and, beside them, files that are
+    held out, as a clone of a dataset has, and any of them is meant to be read."""
+    splits = defaultdict(dict)      # {(a folder, a group of names in it): {split: its glob}}
+    groups_to_read = set()
+    paths_to_read = {path for text in meant for path in (text, *text.parents)}
+    for path in dict.fromkeys(path for text in texts for path in (text, *text.parents)):
+        for split, group, its_glob in splits_of_name(path):
+            splits[path.parent, group].setdefault(split, its_glob)
+            if path in paths_to_read:
+                groups_to_read.add((path.parent, group))
 
-    for globs in splits.values():
+    for group, globs in splits.items():
         held_out = [split for split in HELD_OUT if split in globs]
-        if "train" in globs and held_out:
-            raise UserError(
-                f"--input {pattern} mixes the splits train, {', '.join(held_out)}: give each its "
-                f"flag, as in --input {shlex.quote(globs['train'])} --val_input "
-                f"{shlex.quote(globs[held_out[0]])}")
+        if group in groups_to_read and "train" in globs and held_out:
+            flags = f"--val_input {shlex.quote(globs[held_out[0]])}"
+            if flag == "input":
+                flags = f"--input {shlex.quote(globs['train'])} {flags}"
+            raise UserError(f"--{flag} {pattern} has the splits train, {', '.join(held_out)}: give "
+                            f"each its flag, as in {flags}")
 
 
-def split_of_name(path: Path) -> tuple[str, str]:
-    """(the split that a path is named after, a glob of all of it beside the path), or ("", "").
-    The whole name of a folder counts, and of a file's the first or the last word."""
+def splits_of_name(path: Path) -> Iterator[tuple[str, tuple[str, ...], str]]:
+    """Yields (split, group, a glob of the split) for each split that a path may be named after.
+
+    The group is the other words of the name: train and test in one folder are splits of one text
+    if their groups are the same. Files whose name begins or ends with a split are in the group ()
+    as well."""
     folder = glob.escape(str(path.parent))
-    splits = ("train", *HELD_OUT)
     kind = ending(path)
-    if kind not in KINDS:
-        if path.name.lower() in splits:
-            return path.name.lower(), f"{folder}/{path.name}/**"
-        return "", ""
+    is_file = kind in KINDS
+    name = path.name
+    if is_file:
+        name = name[:name.lower().rindex(kind)]
 
-    # train-00000-of-00002.parquet, c4-train.00000-of-01024.json.gz, squad_dev.jsonl
-    name = path.name[:path.name.lower().rindex(kind)]
-    words = re.findall(r"[^\W\d_]+", re.sub(r"\d+-of-\d+", "", name))
-    if words and words[0].lower() in splits:
-        return words[0].lower(), f"{folder}/{words[0]}*"
-    if words and words[-1].lower() in splits:
-        return words[-1].lower(), f"{folder}/*{words[-1]}*"
-    return "", ""
+    words = list(SPLIT.finditer(name))
+    is_placed = False               # in the group (); train_test.txt is there once
+    for word in words:
+        split = word[1].lower()
+        before = name_words(name[:word.start()])
+        after = name_words(name[word.end():])
+        if is_file and not (before and after) and not is_placed:
+            is_placed = True
+            its_glob = f"{word[0]}*"
+            if word.start() > 0:
+                # *_test* is not in contest_train.txt.
+                its_glob = f"*{glob.escape(name[word.start() - 1])}{its_glob}"
+            yield split, (), f"{folder}/{its_glob}"
+
+        its_glob = f"{glob.escape(name[:word.end()])}*"
+        if not is_file:
+            its_glob = f"{glob.escape(name)}/**"
+        yield split, before + after, f"{folder}/{its_glob}"
+
+    # mC4 has c4-en-validation.00000-of-00001.json.gz beside c4-en.00000-of-01024.json.gz.
+    number = SHARD_NUMBER.search(name)
+    if is_file and number and not words:
+        its_glob = f"{glob.escape(name[:number.start()])}[0-9]*"
+        yield "train", name_words(name), f"{folder}/{its_glob}"
+
+
+def name_words(name: str) -> tuple[str, ...]:
+    """The words of a part of a name, without its numbers, such as 00000-of-00002, 1 and 10M."""
+    name = SHARD_NUMBER.sub(" ", name)
+    name = re.sub(r"\d+[^\W_]*", " ", name)
+    return tuple(re.findall(f"{LETTER}+", name.lower()))
 
 
 def has_splits(folder: Path) -> bool:
@@ -164,15 +194,48 @@ def has_splits(folder: Path) -> bool:
     return (folder / "dataset_dict.json").is_file()
 
 
+def is_saved(folder: Path) -> bool:
+    """Whether the save_to_disk of `datasets` has written one split into the folder."""
+    return (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
+
+
+def is_about_text(path: Path) -> bool:
+    """Whether `datasets` describes a text with it, or has computed it from one."""
+    if path.name == "state.json":
+        return is_saved(path.parent)
+    if path.name in ("dataset_info.json", "dataset_dict.json"):
+        return True
+    return bool(re.fullmatch(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow", path.name))
+
+
 def saved_files(folder: Path, split: str) -> list[Path]:
-    """The files of a folder that save_to_disk has written, or of a split of it; [] of any other."""
+    """The files of a folder that save_to_disk has written, or of a split of it; [] of any other.
+    UserError for a split that it does not have, and for rows that are to be read in another order
+    than that of the files."""
+    remedy = "write the dataset again, by its save_to_disk"
     if has_splits(folder):
+        path = folder / "dataset_dict.json"
+        with reading(path, remedy):
+            splits = [str(name) for name in json.loads(read_text(path))["splits"]]
+        if split not in splits:
+            raise UserError(f"{folder} has the splits {', '.join(splits)}, and no {split}: choose "
+                            f"one of them by --split")
         folder = folder / split
-    elif not (folder / "state.json").is_file():
+    elif not is_saved(folder):
         return []
-    with reading(folder / "state.json", "write the dataset again, by its save_to_disk"):
-        state = json.loads(read_text(folder / "state.json"))
-        return [folder / file["filename"] for file in state["_data_files"]]
+
+    path = folder / "state.json"
+    with reading(path, remedy):
+        state = json.loads(read_text(path))
+        files = [folder / file["filename"] for file in state["_data_files"]]
+        # Up to 1.13 `datasets` lists selected and shuffled rows. 1.17 passes over the list.
+        has_indices = bool(state.get("_indices_data_files"))
+    if has_indices:
+        raise UserError(
+            f"{folder} has selected or shuffled rows, whose numbers are in indices.arrow: with "
+            f"datasets 1.13, which reads them, write the rows by load_from_disk({str(folder)!r})."
+            f"flatten_indices().save_to_disk(ANOTHER_FOLDER)")
+    return files
 
 
 def list_files(pattern: str, split: str) -> tuple[set[Path], list[Path]]:
@@ -200,6 +263,10 @@ def list_files(pattern: str, split: str) -> tuple[set[Path], list[Path]]:
         if os.path.isfile(match) or ending(match) in KINDS:
             meant.update(files)
 
+    # A file that is named itself is read, whatever it is.
+    if not os.path.isfile(pattern):
+        matched = {path for path in matched if not is_about_text(path)}
+
     # Sorted, because a disk has an order of its own, and the shards should be the same anywhere.
     return meant, sorted(matched, key=str)
 
@@ -225,8 +292,9 @@ def describe_unread(unread: set[Path]) -> str:
     """How many files of which endings are not read, and where. '' if none."""
     if not unread:
         return ""
-    folder = os.path.commonpath([path.parent.absolute() for path in unread])
-    line = f"not read: {count_endings(unread)} in {os.path.relpath(folder)}"
+    # As it was typed, relative or absolute. Path() makes '.' of ''.
+    folder = Path(os.path.commonpath([path.parent for path in unread]))
+    line = f"not read: {count_endings(unread)} in {folder}"
     if any(is_text(path) for path in unread):
         line += "; what is in subfolders is read by 'FOLDER/**'"
     return line

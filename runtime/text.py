@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.cli import print_error, safe_repr
+from runtime.cli import UserError, print_error, safe_repr
 from runtime.files import reading
 from runtime.tokenizer import LAST_CUT, replace_surrogates
 
@@ -153,7 +153,7 @@ def read_jsonl(path: Path, field: str) -> Rows:
 
             # Spark and BigQuery leave out a field that is null.
             if not seen:
-                check_field(field, row, f"line {number}")
+                check_field(field, row, f"{path}: line {number}")
             seen = True
             text = row.get(field)
             if text is None:
@@ -170,13 +170,13 @@ def read_jsonl(path: Path, field: str) -> Rows:
 
 
 def check_field(field: str, names: Iterable[str], where: str) -> None:
-    """ValueError unless `where`, a part of a file, has one field or column of this name."""
+    """UserError unless `where`, a part of a file, has one field or column of this name."""
     names = list(names)
     if names.count(field) > 1:
-        raise ValueError(f"{where} has {field!r} {names.count(field)} times; rename the others")
+        raise UserError(f"{where} has {field!r} {names.count(field)} times: rename the others")
     if field not in names:
         found = ", ".join(repr(name[:20]) for name in names[:4])
-        raise ValueError(f"{where} has no {field!r} among {found}; choose its --text_field")
+        raise UserError(f"{where} has no {field!r} among {found}: choose its --text_field")
 
 
 # ----------------------------------------------------------------------------- .csv
@@ -192,7 +192,7 @@ def read_csv(path: Path, field: str) -> Rows:
             for row in rows:
                 if row and header is None:
                     header = row
-                    check_field(field, header, f"does line {number} name the columns? It")
+                    check_field(field, header, f"{path}: does line {number} name the columns? It")
                 elif row:
                     if len(row) != len(header):
                         raise ValueError(f"line {number} has {len(row)} cells, but the first row "
@@ -232,7 +232,7 @@ def read_parquet(path: Path, field: str) -> Rows:
     with pyarrow.parquet.ParquetFile(
         path, pre_buffer=False, buffer_size=BLOCK, page_checksum_verification=True,
     ) as file:
-        check_field(field, file.schema_arrow.names, "it")
+        check_column(field, file.schema_arrow, path)
 
         # Only 64 rows at a time: in a dictionary-encoded column half a kilobyte of file can stand
         # for many copies of a huge document.
@@ -240,7 +240,7 @@ def read_parquet(path: Path, field: str) -> Rows:
         rows = 0
         for batch in batches:
             rows += batch.num_rows
-            yield from column_texts(batch.column(0), field)
+            yield from column_texts(batch.column(0))
 
         # A changed byte in the footer can make pyarrow read no rows at all, without an error.
         if rows != file.metadata.num_rows:
@@ -260,24 +260,34 @@ def read_arrow(path: Path, field: str) -> Rows:
             file.seek(0)
             reader = pyarrow.ipc.open_stream(file)
             batches = reader
-        check_field(field, reader.schema.names, "it")
+        check_column(field, reader.schema, path)
 
         for batch in batches:
             column = batch.column(field)
             for start in range(0, len(column), 64):
-                yield from column_texts(column.slice(start, 64), field)
+                yield from column_texts(column.slice(start, 64))
 
 
-def column_texts(rows, field: str) -> Rows:
-    """The texts of some rows, a pyarrow.Array, of the column `field`. ValueError if they are
-    not text in UTF-8."""
+def check_column(field: str, schema, path: Path) -> None:
+    """UserError unless a table with this pyarrow.Schema has one column `field`, of text."""
+    import pyarrow
+
+    check_field(field, schema.names, str(path))
+    kind = schema.field(field).type
+    if pyarrow.types.is_dictionary(kind):
+        kind = kind.value_type
+    texts = (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view(), pyarrow.null())
+    if kind not in texts:
+        raise UserError(f"{path}: its column {field!r} holds {kind}, which is not text: write it "
+                        f"as strings, or choose another --text_field")
+
+
+def column_texts(rows) -> Rows:
+    """The texts of some rows, a pyarrow.Array of strings. ValueError if they are not UTF-8."""
     import pyarrow
 
     if pyarrow.types.is_dictionary(rows.type):
         rows = rows.dictionary_decode()
-    texts = (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view(), pyarrow.null())
-    if rows.type not in texts:
-        raise ValueError(f"its column {field!r} holds {rows.type}, which is not text")
     rows = rows.cast(pyarrow.large_string())
     if rows.null_count:
         rows = rows.fill_null("")

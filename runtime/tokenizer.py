@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from base64 import b64encode
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -99,6 +100,27 @@ def encode(text: str, encoding=None) -> np.ndarray:
         raise UserError("a document has a run of white space that is too long for tiktoken: "
                         "shorten the run") from None
     return tokens.astype(np.uint16)
+
+
+def document_start(vocab_size: int) -> int:
+    """The token with which a sample begins that has no prompt: <|endoftext|>, or 0 in a vocabulary
+    that is not GPT-2's. Of nanoGPT's characters that is the line end."""
+    if vocab_size < VOCAB_SIZE:
+        return 0
+    return EOT
+
+
+def token_as_text(vocab_size: int) -> Callable[[int], bytes]:
+    """A function: token -> its text in UTF-8. In a vocabulary that is not GPT-2's it is the
+    token's number and a blank."""
+    if vocab_size < VOCAB_SIZE:
+        return lambda token: b"%d " % token
+    return tokenizer().decode_single_token_bytes
+
+
+def tokens_as_text(tokens: list[int], vocab_size: int) -> str:
+    """The text of tokens, or their numbers, as of token_as_text."""
+    return b"".join(map(token_as_text(vocab_size), tokens)).decode(errors="replace")
 
 
 def replace_surrogates(text: str) -> str:

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import torch
 
-from runtime.cli import UserError, unexpected
+from runtime.cli import UserError, is_rank_0, print_error, unexpected
 from runtime.files import checkpoints, is_there, reading
 from runtime.metrics import read_metrics
 
@@ -22,26 +22,41 @@ MODEL_SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")      #
 EMBEDDING = "transformer.wte.weight"
 HEAD = "lm_head.weight"
 
+# OpenAI and transformers store these weights of a GPT-2 as (in, out), nn.Linear as (out, in).
+TRANSPOSED = (
+    "attn.c_attn.weight",
+    "attn.c_proj.weight",
+    "mlp.c_fc.weight",
+    "mlp.c_proj.weight",
+)
+
+OTHER_KIND = "is of no kind that is read here: docs/formats.md has what to do with it"
+
 
 # ---------------------------------------------------------------------- which file is meant
 
 def find_checkpoint(source: str | Path) -> Path | None:
-    """The file that `source` means, or None if it means a Hugging Face folder or a hub name.
+    """The file that `source` means, or the folder in the Hugging Face format; None: a hub's name.
 
     A file means itself, a run's folder OUT its newest checkpoint, OUT/best the one of the lowest
-    validation loss. UserError for any other folder.
+    validation loss, and the folder of transformers' Trainer its newest checkpoint-N. UserError for
+    any other folder.
     """
     path = Path(source)
     path_is_there = is_there(path)
     if path.is_dir():
         if is_there(path / "config.json"):
-            return None
+            return path
         found = checkpoints(path)
+        for config in path.glob("checkpoint-*/config.json"):
+            _, number = config.parent.name.split("-", 1)
+            if number.isdecimal():
+                found.append((int(number), config.parent))
         if not found:
             raise UserError(f"{source} is neither a run's folder (it has no checkpoint_*.pt) nor "
                             "in the Hugging Face format (it has no config.json): choose one of "
-                            "these, or a checkpoint's file")
-        step, newest = found[-1]
+                            "these, or a checkpoint's file (docs/formats.md has other kinds)")
+        step, newest = max(found)
         return newest
 
     if path.suffix == ".safetensors" or path.name in ("config.json", "pytorch_model.bin"):
@@ -50,7 +65,7 @@ def find_checkpoint(source: str | Path) -> Path | None:
 
     if path.name == "best" and path.parent.is_dir() and not path_is_there:
         return best_checkpoint(path.parent)
-    if path_is_there or path.suffix in (".pt", ".pth"):
+    if path_is_there or path.suffix in (".pt", ".pth", ".ckpt"):
         return path
     return None
 
@@ -85,38 +100,45 @@ def read_checkpoint(
             with warnings.catch_warnings(action="ignore"), allowed:
                 checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except pickle.UnpicklingError as error:
-            refused = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
+            refused = re.search(r"(?:GLOBAL|imported to load) (DTensor|\S+)", str(error))
             if refused is None:
                 raise
             raise UserError(f"{path} contains a {refused[1]} (expected tensors and plain values): "
-                            "save it again without that, and NumPy's numbers as float(x)") from None
+                            "save it again without that, NumPy's numbers as float(x), and "
+                            "DTensors as x.full_tensor()") from None
 
         if not isinstance(checkpoint, dict):
-            raise unexpected("its content", "a checkpoint's dict", checkpoint)
+            raise UserError(f"{path} {OTHER_KIND}")
         return checkpoint
 
 
 def check_zip(path: str | Path) -> None:
     """An error unless the file is a whole, uncompressed zip, as torch.save writes it."""
     with open(path, "rb") as file:
-        file.read(1)                    # the system's own error, if it cannot be read
+        beginning = file.read(2)        # the system's own error, if it cannot be read
     try:
         archive = zipfile.ZipFile(path)
     except zipfile.BadZipFile as error:
         # Where the reading fails later, zipfile hides the error behind "not a zip file".
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
+        # A zip that was cut off begins like one, and a crash can leave zeros.
+        if beginning not in (b"", b"\0\0", b"PK"):
+            raise UserError(f"{path} {OTHER_KIND}") from None
         raise
 
     with archive:
-        # read_checkpoint maps tensors from the file: compressed bytes would be taken for numbers.
-        if any(record.compress_type != zipfile.ZIP_STORED for record in archive.infolist()):
-            raise ValueError("its zip is compressed, unlike torch.save's")
-
         # Each record has a CRC-32, which torch.load ignores.
         damaged = archive.testzip()
         if damaged:
             raise ValueError(f"its record {damaged} is damaged and has another CRC-32")
+
+        # read_checkpoint maps tensors from the file: compressed bytes would be taken for numbers.
+        records = archive.infolist()
+        is_compressed = any(record.compress_type != zipfile.ZIP_STORED for record in records)
+        is_torchs = any(record.filename.endswith("/data.pkl") for record in records)
+        if is_compressed or not is_torchs:
+            raise UserError(f"{path} {OTHER_KIND}")
 
 
 # ---------------------------------------------------------------------- from weights to a model
@@ -125,8 +147,13 @@ def gpt2_in_our_names(state_dict: dict) -> dict:
     """A GPT-2's state dict of any project, with the names and tensors of model.GPT's."""
     weights = {}
     for name, tensor in state_dict.items():
-        # Prefixes that torch.compile and DDP have put before the names.
-        name = re.sub(r"^(_orig_mod\.|module\.)+", "", name)
+        # torch.compile's prefix is inside a name where a block was compiled by itself. The other
+        # is DDP's.
+        name = name.replace("_orig_mod.", "").removeprefix("module.")
+        # A LightningModule puts before them what it calls the model.
+        for part in ("transformer.", "lm_head."):
+            if part in name:
+                name = name[name.index(part):]
 
         # OpenAI's weights on the hub have no such prefix.
         if not name.startswith(("transformer.", "lm_head.")):
@@ -135,7 +162,14 @@ def gpt2_in_our_names(state_dict: dict) -> dict:
         # The causal mask, which older code stored in each layer.
         is_mask = name.endswith((".attn.bias", ".attn.masked_bias"))
         if not is_mask:
+            if name in weights:
+                raise ValueError(f"it has several {name}")
             weights[name] = tensor
+
+    # nn.Linear's is (3C, C).
+    first = weights["transformer.h.0.attn.c_attn.weight"]
+    if first.size(0) < first.size(1):
+        weights = transpose(weights)
 
     # nanoGPT's bias=False
     if not any(name.endswith(".bias") for name in weights):
@@ -146,6 +180,50 @@ def gpt2_in_our_names(state_dict: dict) -> dict:
     if HEAD in weights:
         weights.setdefault(EMBEDDING, weights[HEAD])
     return weights
+
+
+def transpose(weights: dict) -> dict:
+    """The weights, from transformers' (in, out) to nn.Linear's (out, in), or back."""
+    result = dict(weights)
+    for name, tensor in weights.items():
+        if name.endswith(TRANSPOSED):
+            result[name] = tensor.t()
+    return result
+
+
+def gpt2_of_others(checkpoint: dict, path: str | Path) -> tuple[dict, dict]:
+    """(settings, weights) of another project's GPT-2: those of a Config, and of a model.GPT.
+
+    What `checkpoint`, from the file `path`, does not say is taken from the shapes. They do not tell
+    the number of heads: then these are of 64 numbers, as in GPT-2.
+    """
+    found = [key for key in ("model", "state_dict", "model_state_dict") if key in checkpoint]
+    weights = checkpoint                                # a state dict alone
+    if found:
+        weights = checkpoint[found[0]]
+    weights = gpt2_in_our_names(weights)
+
+    gelu = "tanh"
+    settings = checkpoint.get("config", {})
+    if "model_args" in checkpoint:                      # nanoGPT's
+        gelu = "none"
+        settings = checkpoint["model_args"]
+    elif not isinstance(settings, dict):                # build-nanogpt's
+        settings = vars(settings)
+
+    vocab_size, n_embd = weights[EMBEDDING].shape
+    sizes = {
+        "n_layer": len({name.split(".")[2] for name in weights if ".h." in name}),
+        "n_embd": n_embd,
+        "block_size": len(weights["transformer.wpe.weight"]),
+        "vocab_size": vocab_size,
+    }
+    if "n_head" not in settings and n_embd % 64 == 0:
+        sizes["n_head"] = n_embd // 64
+        if is_rank_0():
+            print_error(f"{path} does not say how many heads it has: {n_embd // 64} are taken, of "
+                        f"64 numbers each, as in GPT-2, and GELU(approximate={gelu!r})")
+    return sizes | settings | {"gelu": gelu}, weights
 
 
 def zero_biases(weights: dict) -> dict:
@@ -206,6 +284,10 @@ def load_weights(model: torch.nn.Module, state_dict: dict) -> None:
     is_tied = model.lm_head.weight is model.transformer.wte.weight
     if is_tied and HEAD not in state_dict:
         state_dict = state_dict | {HEAD: state_dict[EMBEDDING]}
+    # torch's own error names them all, and would be cut off.
+    missing = sorted(model.state_dict().keys() - state_dict.keys())
+    if missing:
+        raise KeyError(missing[0])
     model.load_state_dict(state_dict, assign=True)
 
     for name, p in model.named_parameters():

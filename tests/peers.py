@@ -372,13 +372,13 @@ def save(path, checkpoint, **how):
     return path
 
 
-def transformers_model(activation="gelu_new", vocab_size=96):
+def transformers_model(activation="gelu_new", vocab_size=96, n_embd=16):
     """A small GPT-2 of transformers, every parameter far from its initial value."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
     theirs = GPT2LMHeadModel(GPT2Config(
-        vocab_size=vocab_size, n_positions=24, n_layer=2, n_head=2, n_embd=16,
+        vocab_size=vocab_size, n_positions=24, n_layer=2, n_head=2, n_embd=n_embd,
         activation_function=activation))
     with torch.no_grad():
         for p in theirs.parameters():
@@ -391,7 +391,7 @@ def our_model(theirs):
     gelu = "tanh"
     if theirs.config.activation_function == "gelu":
         gelu = "none"
-    shape = TINY | {"vocab_size": theirs.config.vocab_size}
+    shape = TINY | {"vocab_size": theirs.config.vocab_size, "n_embd": theirs.config.n_embd}
     ours = GPT(GPTConfig(**shape, gelu=gelu))
 
     weights = theirs.state_dict()

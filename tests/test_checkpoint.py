@@ -154,6 +154,11 @@ def test_a_resume_from_what_is_no_checkpoint_is_refused(given, header, tmp_path,
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
 
 
+def test_a_resume_from_an_exported_model_is_refused_with_the_flag_that_takes_it(header, tmp_path):
+    make_model().save_pretrained(tmp_path / "exported")
+    refused(lambda: header("--resume", tmp_path / "exported", "--out", tmp_path / "log"), "--init")
+
+
 # ----------------------------------------------------------------------- --init
 
 def test_a_model_of_init_has_to_have_the_recipe_and_the_shape_that_are_given(header, a_run):
@@ -214,7 +219,7 @@ ASKED = {name: another_value(f, f.default) for name, f in KEPT.items()} | {
     "max_steps": 3, "warmup_steps": 1, "val_every": 3, "hellaswag_every": 0, "sample_every": 0,
     "checkpoint_every": 1,
 }
-# With this vocabulary a run can neither sample nor be scored by HellaSwag.
+# With this vocabulary a run is not scored by HellaSwag, and a sample takes no prompt.
 CHANGED = {name: another_value(f, ASKED[name]) for name, f in KEPT.items()} | {
     "hellaswag_every": 0, "sample_every": 0}
 
@@ -386,6 +391,24 @@ def test_a_damaged_newest_checkpoint_is_refused_and_the_one_before_named(damage,
 
     (a_copy / "checkpoint_000004.pt").unlink()
     assert " at step 3 of 4" in header("--out", a_copy)
+
+
+def without_a_weight(content):
+    del content["model"]["transformer.ln_f.weight"]
+
+
+def without_optimizers(content):
+    del content["optimizers"]
+
+
+@pytest.mark.parametrize("older, word", [
+    (without_a_weight, "transformer.ln_f.weight"), (without_optimizers, "optimizers")])
+def test_a_checkpoint_of_another_version_is_called_that_and_is_not_to_be_removed(
+        older, word, a_copy, header):
+    change(a_copy / "checkpoint_000004.pt", older)
+    line = refused(lambda: header("--out", a_copy), a_copy / "checkpoint_000004.pt", word,
+                   "version that wrote it")
+    assert "remove" not in line
 
 
 def test_a_command_that_meets_a_flipped_bit_ends_with_exit_code_2(byte_data, a_copy):

@@ -124,12 +124,12 @@ def make_config(**more):
     return Config(**SHAPE | automatic | {"total_batch_size": 256} | more)
 
 
-def print_header(config, process=None, start=None, backward=0):
+def print_header(config, process=None, start=None, backward=0, divisors=(1, 1, 1)):
     """Of a run with 500 sequences of data."""
     if process is None:
         process = Process()
     data = SimpleNamespace(train=SimpleNamespace(total=500, backward=backward))
-    schedule = BatchSchedule(config.total_batch_size, config.max_steps)
+    schedule = BatchSchedule(config.total_batch_size, config.max_steps, divisors)
     start = start or Start()
     console.print_machine(config, process, start)
     console.print_header(config, process, data, GPT(GPTConfig(**SHAPE)), schedule, start)
@@ -166,10 +166,12 @@ def test_the_header_says_why_a_run_has_its_dtype(device, before, said, monkeypat
     assert f"), {said}, torch" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("backward, step", [(0, None), (120, 15), (121, 16), (128, 16)])
-def test_the_header_says_until_when_the_text_is_read_backwards(backward, step, capsys):
-    """A step has 8 sequences."""
-    print_header(make_config(max_steps=37), backward=backward)
+@pytest.mark.parametrize("divisors, backward, step", [
+    ((1, 1, 1), 0, None), ((1, 1, 1), 120, 15), ((1, 1, 1), 121, 16), ((1, 1, 1), 128, 16),
+    ((2, 1, 1), 80, 19)])
+def test_the_header_says_until_when_the_text_is_read_backwards(divisors, backward, step, capsys):
+    """A step has 8 sequences, or 4 in the first 18 steps."""
+    print_header(make_config(max_steps=37), backward=backward, divisors=divisors)
     text = capsys.readouterr().out
     assert ("backwards" in text) == (step is not None)
     assert (f"before step {step}:" in text) == (step is not None)

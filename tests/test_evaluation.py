@@ -1,8 +1,11 @@
 """train_gpt2.py's evaluations: validation, HellaSwag, samples, when they are due, in whole runs."""
 import math
+import pickle
 import re
+import shlex
 import shutil
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,14 +20,19 @@ from helpers import (
     run,
     saved,
     saved_steps,
+    script,
     train,
 )
 from peers import make_model, make_run
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 
 import hellaswag
 import train_gpt2
+from config import Config
 from recipes import load_model
 from runtime.cli import RunError
 from runtime.ranks import Process, Stopped
@@ -169,6 +177,14 @@ def test_samples_continue_the_prompt_with_the_seed_42(prompt, kept, speaking_mod
         expected += f"sample {i}: {tokenizer().decode(row)}\n"
     assert capsys.readouterr().out == expected
     assert torch.equal(random_state, torch.get_rng_state())
+
+
+def test_samples_of_tokens_that_are_not_gpt2s_are_their_numbers(capsys):
+    run = make_run(sample_prompt="")
+    print_samples(run, num_samples=1, max_new_tokens=4)
+    generator = torch.Generator().manual_seed(42)
+    row = run.state.model.generate(torch.tensor([[0]]), 4, generator=generator)[0].tolist()
+    assert capsys.readouterr().out.split() == ["sample", "0:", *map(str, row)]
 
 
 def test_hellaswag_and_samples_are_computed_in_the_runs_dtype(speaking_model):
@@ -401,6 +417,49 @@ def test_finetuning_starts_where_the_weights_ended(evaluated_run, words, tmp_pat
         assert saved_steps(out) == [1]
 
 
+# ----------------------------------------------------------------------- other tokens than GPT-2's
+
+def write_characters(folder):
+    """As nanoGPT's data/shakespeare_char/prepare.py. Returns how many characters there are."""
+    text = (ROOT / "input.txt").read_text(encoding="utf-8")[:9000]
+    itos = dict(enumerate(sorted(set(text))))
+    stoi = {character: i for i, character in itos.items()}
+    ids = np.array([stoi[character] for character in text], dtype=np.uint16)
+    folder.mkdir(parents=True)
+    ids[:8000].tofile(folder / "train.bin")
+    ids[8000:].tofile(folder / "val.bin")
+    meta = {"vocab_size": len(itos), "itos": itos, "stoi": stoi}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    return len(itos)
+
+
+def test_nanogpts_characters_are_trained_on_evaluated_sampled_and_read(
+        tmp_path, monkeypatch, capsys):
+    """To the command that comes next, and the lines of docs/data.md."""
+    monkeypatch.chdir(tmp_path)
+    data = Path("data/shakespeare_char")
+    flags = [*WORDS, "--data", data, "--max_steps", 2, "--out", "log/char", "--val_every", 2]
+    size = ["--vocab_size", write_characters(data)]
+    refused(lambda: train(*flags, "--hellaswag_every", 0), "meta.pkl", "--vocab_size")
+
+    train(*flags, *size, "--hellaswag_every", 0, "--sample_every", 2)
+    text = capsys.readouterr().out
+    assert re.search(r"^sample 0: 0( \d+){32} $", text, re.MULTILINE)
+    assert "bits per byte" not in text
+    assert saved("log/char")["config"]["sample_prompt"] == Config.sample_prompt
+
+    train("--eval_only", "--data", data, "--init", "log/char", "--val_tokens", 5 * T,
+          "--device", "cpu", "--dtype", "float32")
+    assert evaluated_loss(capsys.readouterr().out) == pytest.approx(
+        logged("log/char", "val")[2], abs=1e-4)
+    _, name, *more = shlex.split(text.splitlines()[-1].removeprefix("next: "))
+    assert script(name, *more, "--max_new_tokens", 3).returncode == 0
+
+    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    exec(re.search(r"```python\n(import pickle.*?)```", page, re.DOTALL)[1], {})
+    assert len(capsys.readouterr().out) == 1 + 500 + 1
+
+
 # ----------------------------------------------------------------------- --eval_only
 
 def evaluated_loss(text):
@@ -425,6 +484,32 @@ def test_eval_only_has_the_loss_of_the_runs_newest_checkpoint_and_writes_nothing
     assert contents(evaluated_run) == before
 
 
+def test_eval_only_computes_at_once_what_needs_no_trial(evaluated_run, tmp_path, monkeypatch):
+    """On a GPU, too: nothing makes the batch smaller if it does not fit."""
+    write_shard(tmp_path / "text_val_000000.npy", np.zeros(5000, np.uint16))
+    found = []
+
+    def note_batch(data, B, *others):
+        found.append(B)
+        return 5.0
+
+    monkeypatch.setattr(train_gpt2, "validation_loss", note_batch)
+    train("--data", tmp_path, "--eval_only", "--init", evaluated_run, "--device", "cpu")
+    assert found == [4096 // T]
+
+
+def test_eval_only_takes_the_run_and_not_what_a_preset_begins_with(
+        evaluated_run, words, tmp_path, capsys):
+    """The preset's --init is gpt2. A typed one is evaluated, and its file is named."""
+    flags = [*words[:2], "--eval_only", "--preset", "finetune", "--val_tokens", 5 * T]
+
+    train(*flags, "--out", evaluated_run)
+    assert f"{evaluated_run}/checkpoint_000005.pt: validation loss" in capsys.readouterr().out
+    train(*flags, "--out", tmp_path, "--init", evaluated_run)
+    assert f"{evaluated_run}/checkpoint_000005.pt: validation loss" in capsys.readouterr().out
+    refused(lambda: train(*flags, "--out", tmp_path), "--init", "--out")
+
+
 def test_eval_only_needs_a_model_and_no_training_shards(evaluated_run, words, tmp_path, capsys):
     _, data = words[:2]
     shutil.copy(data / "text_val_000000.npy", tmp_path)
@@ -434,3 +519,33 @@ def test_eval_only_needs_a_model_and_no_training_shards(evaluated_run, words, tm
     train(*flags, "--init", evaluated_run, "--device", "cpu")
     assert 9 < evaluated_loss(capsys.readouterr().out) < 12
     assert [path.name for path in tmp_path.iterdir()] == ["text_val_000000.npy"]
+
+
+def test_eval_only_computes_no_more_sequences_than_there_are(evaluated_run, words, capsys):
+    """A last batch is filled up to --batch_size, which would take its time."""
+    shapes = []
+
+    def remember(module, inputs):
+        if type(module).__name__ == "GPT":
+            shapes.append(tuple(inputs[0].shape))
+
+    with register_module_forward_pre_hook(remember):
+        train(*words[:2], "--eval_only", "--out", evaluated_run, "--batch_size", 1000,
+              "--val_tokens", 5 * T, "--device", "cpu")
+    assert shapes == [(5, T)]
+    loss = evaluated_loss(capsys.readouterr().out)
+    assert loss == pytest.approx(logged(evaluated_run, "val")[5], abs=1e-4)
+
+
+def test_eval_only_takes_other_flags_of_training_than_its_run_but_no_other_model(
+        evaluated_run, words, capsys):
+    """It trains nothing: its sequences may be shorter."""
+    flags = [*words[:2], "--eval_only", "--device", "cpu", "--dtype", "float32",
+             "--val_tokens", 5 * T, "--sequence_length", T // 2]
+    train(*flags, "--out", evaluated_run, "--seed", 3, "--total_batch_size", 7, "--no_shuffle")
+    loss = evaluated_loss(capsys.readouterr().out)
+    train(*flags, "--init", evaluated_run / "checkpoint_000005.pt")
+    assert loss == evaluated_loss(capsys.readouterr().out)
+    assert loss != pytest.approx(logged(evaluated_run, "val")[5], abs=1e-4)
+
+    refused(lambda: train(*flags, "--out", evaluated_run, "--n_layer", 3), "--n_layer 1", "3")

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from peers import own_checkpoint, relative_error, save
 from safetensors import safe_open
 
+import frontier
 from export import main
 from helpers import ROOT
 from model import GPT, GPTConfig
@@ -125,6 +126,8 @@ def test_transformers_computes_our_logits_and_loss_without_the_padding_ids(expor
     assert found.logits.shape == (3, 40, VOCAB_SIZE)
     torch.testing.assert_close(found.logits, logits, atol=1e-4, rtol=0)
     torch.testing.assert_close(found.loss, loss)
+    shared = theirs(idx, labels=idx, num_items_in_batch=9).loss     # as the Trainer asks for it
+    torch.testing.assert_close(shared, loss * (3 * 39) / 9)
     last_two = theirs(idx, logits_to_keep=2).logits
     torch.testing.assert_close(last_two, found.logits[:, -2:])
 
@@ -534,6 +537,14 @@ def test_a_modern_model_that_is_not_that_of_the_exported_code_is_not_exported(
     with pytest.raises(UserError, match=MODELING):
         model.save_pretrained(tmp_path / "changed")
     assert not (tmp_path / "changed").exists()
+
+
+def test_a_frontier_whose_documents_see_each_other_is_not_exported(tmp_path, monkeypatch):
+    shift_keys = frontier.shift_keys
+    monkeypatch.setattr(
+        frontier, "shift_keys", lambda k, starts: shift_keys(k, torch.zeros_like(starts)))
+    with pytest.raises(UserError, match=MODELING):
+        make_model("frontier").save_pretrained(tmp_path / "changed")
 
 
 def test_a_recipe_without_a_class_in_the_exported_code_is_refused(tmp_path):

@@ -305,6 +305,10 @@ def test_split_says_which_part_of_a_saved_dataset_is_read(gpt2):
     for name, part in parts.items():
         assert tokens(name, "train") == tokens_of(gpt2, part)[2:]
 
+    prepare("--input", "saved", "--val_input", "saved/test", "--out", "both")
+    assert tokens("both", "train") == tokens_of(gpt2, parts["train"])
+    assert tokens("both", "val") == tokens_of(gpt2, parts["test"])
+
 
 def test_a_large_document_keeps_its_tokens(gpt2, monkeypatch):
     monkeypatch.setattr(runtime.text, "BLOCK", 1 << 20)

@@ -274,6 +274,17 @@ def test_where_rank_0_has_failed_the_others_do_not_try(monkeypatch):
     assert batches_of_run(config_of(), OneOfTwo(1, "no network")) == []
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_where_one_rank_has_no_examples_the_others_use_none(rank, monkeypatch, capsys):
+    """They would wait for its counts."""
+    monkeypatch.setattr(hellaswag, "load_examples_of_the_hub", lambda: EXAMPLES)
+    process = OneOfTwo(rank)
+    process.gather = lambda value: ["", "no connection"]
+
+    assert batches_of_run(config_of(), process) == []
+    assert ("no connection" in capsys.readouterr().out) == (rank == 0)
+
+
 @pytest.mark.parametrize("error", [
     ConnectionError("Couldn't reach the hub"), OSError(errno.ECONNREFUSED, "Connection refused"),
     ValueError("no such split"),

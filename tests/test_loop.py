@@ -193,10 +193,10 @@ def test_a_gpus_loss_that_is_not_finite_is_seen_before_the_save_and_not_logged(m
 def test_a_dropped_step_ends_a_run_that_has_logged_and_saved_the_one_before(on_gpu, monkeypatch):
     clock = FakeTime(monkeypatch, on_gpu, SECONDS)
     clock.signal_in = 3
-    result, _ = clock.run(max_steps=6, checkpoint_every=100, val_every=3)
+    result, _ = clock.run(max_steps=6, checkpoint_every=100)
     assert result == (3, True)
-    assert clock.events[-2:] == ["train 3", "save 3"]
     assert "log 2" in clock.events
+    assert clock.events[-1] == "save 3"
 
 
 @pytest.mark.parametrize("on_gpu, done", [(False, 2), (True, 3)], ids=["CPU", "GPU"])

@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -144,6 +145,34 @@ def test_machines_that_count_their_restarts_otherwise_find_each_other(byte_data,
 
 
 # ----------------------------------------------------------------------- machines that are gone
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the connections")
+@pytest.mark.parametrize("family, host", [
+    (socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
+def test_a_connection_ends_two_minutes_after_the_last_answer_also_where_nothing_is_sent(
+        family, host):
+    try:
+        server = socket.create_server((host, 0), family=family)
+    except OSError as error:
+        pytest.skip(f"no {host} here: {error}")
+    with server, socket.create_connection(server.getsockname()[:2]) as one:
+        other, _ = server.accept()
+        with other:
+            machines.watch_machines(Process())
+            for connection in (one, other):
+                tcp = functools.partial(connection.getsockopt, socket.IPPROTO_TCP)
+                assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+                assert tcp(socket.TCP_KEEPIDLE) == 30
+                assert tcp(socket.TCP_KEEPINTVL) == 15
+                assert tcp(socket.TCP_USER_TIMEOUT) == 120_000      # milliseconds
+
+
+def test_of_a_machine_without_addresses_nothing_is_known():
+    """As on a Mac, where a process does not know its connections."""
+    addresses = [[("10.99.0.1", 29500)], []]        # of this machine, which is not asked, and of b
+    process = Process(world_size=2, machines=["a", "b"], addresses=addresses)
+    assert machines.silent_machines(process) == []
+
 
 class Network:
     """Three machines a, b and c on a bridge, as network namespaces."""

@@ -280,22 +280,21 @@ def inputs_of_graphs(model):
     return found
 
 
-@pytest.mark.parametrize("recipe, width, n_layer", [
-    ("gpt2", 1024, 2), ("frontier", 768, 5),
+@pytest.mark.parametrize("recipe, width, n_layer, most_graphs", [
+    ("gpt2", 1024, 2, 4), ("frontier", 768, 5, 4),
 ])
 def test_several_gpus_divide_a_compiled_model_where_little_is_stored(
-    recipe, width, n_layer, one_rank
+    recipe, width, n_layer, most_graphs, one_rank
 ):
-    """Between blocks, or after the head: what is stored is narrow, and in bfloat16.
-
-    Of the head the losses remain, one number a token.
+    """Between blocks, in frontier four of them, or after the head: what is stored is narrow, and in
+    bfloat16. Of the head the losses remain, one number a token.
     """
     cls = RECIPES[recipe].model
     model = cls(cls.Config(vocab_size=512, n_layer=n_layer, n_head=4, n_embd=width))
 
     graphs = inputs_of_graphs(model)
 
-    assert 2 < len(graphs) <= n_layer + 2
+    assert 2 < len(graphs) <= most_graphs
     for inputs in graphs[1:]:
         assert inputs
         for tensor in inputs:

@@ -219,11 +219,20 @@ def test_a_resume_keeps_the_rows_before_its_step_and_the_seconds_go_on(byte_data
         assert b["seconds"] == pytest.approx(a["seconds"] + took, abs=2e-3)
 
 
-def test_a_metrics_csv_of_another_kind_is_refused_and_stays(byte_data, a_copy):
-    (a_copy / "metrics.csv").write_text("a note\nof mine\n")
+def without_val_tokens(text):
+    """A metrics.csv as versions wrote it that did not have the last column."""
+    return "".join(line.rpartition(",")[0] + "\n" for line in text.splitlines())
+
+
+@pytest.mark.parametrize("change", [without_val_tokens, lambda text: "a note\nof mine\n"])
+def test_a_metrics_csv_of_another_kind_is_refused_and_stays(change, byte_data, a_copy):
+    """With all checkpoints: the best of them would not be known without its losses."""
+    path = a_copy / "metrics.csv"
+    path.write_text(change(path.read_text()))
     before = contents(a_copy)
-    refused(lambda: train("--data", byte_data, *SHORT, "--out", a_copy, "--max_steps", 5),
-            a_copy / "metrics.csv", "--out")
+    line = refused(lambda: train("--data", byte_data, *SHORT, "--out", a_copy, "--max_steps", 5,
+                                 "--keep_checkpoints", 1), path, "version", "--out")
+    assert "remove" not in line
     assert contents(a_copy) == before
 
 
@@ -308,17 +317,26 @@ def test_a_metrics_csv_that_is_gone_is_not_begun_anew_by_its_run(tmp_path, model
 
 # ----------------------------------------------------------------------- which checkpoints stay
 
+VALIDATING = [*SHORT, "--max_steps", 6, "--val_every", 1]       # at each step
+
+
+def give_losses(losses):
+    """From now on the validations have these losses, one after the other."""
+    given = iter(losses)
+    train_gpt2.validation_loss = lambda *arguments: next(given)
+
+
 @pytest.fixture
 def with_losses(byte_data, tmp_path, monkeypatch):
-    """with_losses(losses of all validations, *flags): a run that validates at each step.
+    """with_losses(losses of all validations, *flags): a run.
 
-    Returns the steps with a checkpoint at its end.
+    Returns the steps with a checkpoint.
     """
+    monkeypatch.setattr(train_gpt2, "validation_loss", None)        # and put back at the end
+
     def train_with(losses, *flags):
-        given = iter(losses)
-        monkeypatch.setattr(train_gpt2, "validation_loss", lambda *arguments: next(given))
-        train("--data", byte_data, *SHORT, "--out", tmp_path / "log", "--max_steps", 6,
-              "--val_every", 1, "--checkpoint_every", 2, *flags)
+        give_losses(losses)
+        train("--data", byte_data, *VALIDATING, "--out", tmp_path / "log", *flags)
         return saved_steps(tmp_path / "log")
     return train_with
 
@@ -378,6 +396,16 @@ def test_a_run_that_is_killed_behind_its_best_checkpoint_knows_it_and_ends_like_
     train(*flags, "--out", tmp_path / "log")
     same_end(tmp_path / "log", tmp_path / "whole", step=5)
     assert saved_steps(tmp_path / "log") == [3, 5]
+
+
+@pytest.mark.parametrize("keep, killed_in, steps", [(2, 5, [4, 5, 6]), ("all", 3, [2, 4, 5, 6])])
+def test_a_run_that_is_killed_behind_its_best_checkpoint_keeps_those_of_a_whole_one(
+        keep, killed_in, steps, with_losses, byte_data, tmp_path):
+    flags = ["--keep_checkpoints", keep]
+    run("--data", byte_data, *VALIDATING, *flags, "--out", tmp_path / "log", code=-9, before=[
+        functools.partial(give_losses, BEST_BETWEEN),
+        *striking(f"step {killed_in}", "SIGKILL")])
+    assert with_losses(BEST_BETWEEN[killed_in:], *flags) == steps
 
 
 def test_losses_on_other_tokens_are_not_compared_after_a_resume(

@@ -2,6 +2,7 @@
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from inspect import signature
 
 import pytest
 import torch
-from helpers import BYTES, ENV, HANG, ROOT, logged, on_ranks, train
+from helpers import BYTES, ENV, HANG, ROOT, command, forked, logged, on_ranks, train
 from peers import make_model
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -20,10 +21,7 @@ from runtime import machines, ranks
 from runtime.cli import RunError, UserError, exit_code
 from runtime.ranks import Process, ddp_options, read_process
 
-VARIABLES = (
-    "WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
-    "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK",
-    "PMI_SIZE", "PMI_RANK")
+LAUNCHER = re.compile("RANK|SIZE|TORCHELASTIC|MASTER|SLURM|PMI")       # variables of launchers
 
 
 class OneOfTwo(Process):
@@ -267,8 +265,8 @@ def environment(monkeypatch):
     """environment("RANK=1 ...") sets torchrun's variables, and removes the others."""
     monkeypatch.setattr(ranks, "die_with_torchrun", lambda: None)       # it would last
     def set_variables(text):
-        for name in VARIABLES:
-            monkeypatch.delenv(name, raising=False)
+        for name in filter(LAUNCHER.search, list(os.environ)):
+            monkeypatch.delenv(name)
         for pair in text.split():
             monkeypatch.setenv(*pair.split("="))
     return set_variables
@@ -293,6 +291,67 @@ def test_torchruns_variables_are_a_rank(environment):
     assert read_process() == Process(rank=9, local_rank=1, world_size=16)
     environment("WORLD_SIZE=2 RANK=1")
     assert read_process() == Process(rank=1, local_rank=0, world_size=2)
+
+
+TORCHRUN = "LOCAL_WORLD_SIZE=2 TORCHELASTIC_RUN_ID=a MASTER_ADDR=localhost MASTER_PORT=41007"
+OPEN_MPI = "OMPI_COMM_WORLD_LOCAL_SIZE=2 OMPI_UNIVERSE_SIZE=2"
+IN_A_JOB = "SLURM_JOB_ID=2 SLURM_NNODES=2 SLURM_NTASKS=2 SLURM_NPROCS=2 SLURM_JOB_NUM_NODES=2"
+
+
+@pytest.mark.parametrize("found, rank, world_size", [
+    # torchrun, and what starts it: torchx, `accelerate launch --multi_gpu`, `ray job submit`
+    (f"WORLD_SIZE=2 RANK=1 LOCAL_RANK=1 {TORCHRUN}", 1, 2),
+    (f"WORLD_SIZE=1 RANK=0 LOCAL_RANK=0 {TORCHRUN}", 0, 1),
+    (f"WORLD_SIZE=4 RANK=3 LOCAL_RANK=1 {TORCHRUN} {IN_A_JOB} SLURM_STEP_NUM_TASKS=2 "
+     "SLURM_PROCID=1", 3, 4),
+    # deepspeed 0.19.8
+    ("WORLD_SIZE=2 RANK=1 LOCAL_RANK=1 LOCAL_SIZE=2 CROSS_SIZE=1 MASTER_ADDR=127.0.0.1", 1, 2),
+    # `accelerate launch --cpu` 1.15.0 starts one process
+    ("MASTER_ADDR=127.0.0.1 MASTER_PORT=29500", 0, 1),
+    # Slurm 22.05.8: a batch script of a job of two tasks; `srun --ntasks=1` in it
+    (f"{IN_A_JOB} SLURM_PROCID=0", 0, 1),
+    (f"{IN_A_JOB} SLURM_STEP_NUM_TASKS=1 SLURM_PROCID=0", 0, 1),
+    # Open MPI 4.1.4 and MPICH 4.0.2 with `-n 1`
+    (f"OMPI_COMM_WORLD_SIZE=1 OMPI_COMM_WORLD_RANK=0 {OPEN_MPI}", 0, 1),
+    ("PMI_SIZE=1 PMI_RANK=0", 0, 1),
+    # runs of their own, as srun and mpirun start them, with WORLD_SIZE=1 in front of the command
+    (f"WORLD_SIZE=1 {IN_A_JOB} SLURM_STEP_NUM_TASKS=8 SLURM_PROCID=3", 0, 1),
+    (f"WORLD_SIZE=1 OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_RANK=3 {OPEN_MPI}", 0, 1),
+])
+def test_what_launchers_set_is_a_rank(found, rank, world_size, environment):
+    environment(found)
+    process = read_process()
+    assert (process.rank, process.world_size) == (rank, world_size)
+
+
+@pytest.mark.parametrize("launcher, size, rank", [
+    ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),               # Slurm 22.05.8
+    ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),     # Open MPI 4.1.4
+    ("mpiexec", "PMI_SIZE", "PMI_RANK"),                            # MPICH 4.0.2
+])
+def test_processes_that_would_train_alone_are_told_by_the_first_of_them(
+        launcher, size, rank, environment):
+    environment(f"{size}=8 {rank}=0 {IN_A_JOB}")
+    with pytest.raises(UserError, match=f"{launcher} .* 8 .*torchrun.*WORLD_SIZE=1"):
+        read_process()
+
+    environment(f"{size}=8 {rank}=3 {IN_A_JOB}")
+    with pytest.raises(SystemExit) as ended:
+        read_process()
+    assert ended.value.code == 2
+
+
+def test_two_tasks_of_srun_write_nothing_and_print_one_line(byte_data, tmp_path):
+    call = command("train_gpt2.py", "--data", byte_data, *BYTES, "--out", tmp_path / "log")
+    envs = []
+    for rank in range(2):
+        envs.append({**ENV, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": str(rank)})
+
+    results = forked(call, call, envs=envs)
+
+    assert [code for code, _, _ in results] == [2, 2], results
+    assert [stderr.count("\n") for _, _, stderr in results] == [1, 0]
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("left, name", [

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from helpers import script
+from helpers import refused, script
 from peers import make_model, own_checkpoint, save
 from torch.nn.modules.module import register_module_forward_hook
 
@@ -146,10 +146,16 @@ def test_mistakes_are_found_before_the_model_is_read(flags, monkeypatch):
         sample.main(words)
 
 
-def test_a_model_of_other_tokens_is_refused(tmp_path, capsys):
-    path = save(tmp_path / "a.pt", own_checkpoint(make_model()))
-    with pytest.raises(UserError, match="a.pt"):
-        sample.main(["--model", str(path)])
+def test_tokens_that_are_not_gpt2s_are_shown_as_numbers_and_take_no_text(tmp_path, capsys):
+    path = str(save(tmp_path / "a.pt", own_checkpoint(make_model())))       # 96 tokens
+    sample.main(["--model", path, "--num_samples", "1", "--max_new_tokens", "5", "--device", "cpu"])
+    generator = torch.Generator().manual_seed(42)
+    row = load_model(path).generate(torch.tensor([[0]]), 5, generator=generator)[0].tolist()
+    title, numbers = capsys.readouterr().out.splitlines()
+    assert numbers.split() == [str(token) for token in row[1:]]
+
+    for flags in (["--prompt", "a"], ["--interactive"]):
+        refused(lambda flags=flags: sample.main(["--model", path, *flags]), flags[0], "a.pt")
     assert capsys.readouterr().out == ""
 
 

@@ -6,6 +6,7 @@ import os
 
 import numpy as np
 import pytest
+from helpers import refused
 
 from config import Config
 from runtime import shards
@@ -81,13 +82,14 @@ def test_a_token_of_nanogpts_files_above_the_vocabulary_is_refused(tmp_path):
 # ------------------------------------------------------------------------- names
 
 def test_the_shards_of_a_split_are_listed_in_order(tmp_path):
-    names = ["b_train_000002.npy", "a_train_000003.bin", "train_000001.npy", "b_val_000000.npy"]
+    names = ["b_train_000002.npy", "a_train_000003.bin", "train_000001.npy",
+             "tiny_shakespeare_train.bin", "b_val_000000.npy", "tiny_shakespeare_val.bin"]
     others = ["train.npy", "b_train_000001.npy.tmp", "b_train_x.npy", "btrain_000001.npy",
-              "my_train.bin", "notes_train.txt"]
+              "mytrain.bin", "notes_train.txt"]
     for name in names + others:
         (tmp_path / name).touch()
-    assert [path.name for path in list_shards(tmp_path, "train")] == sorted(names[:3])
-    assert [path.name for path in list_shards(tmp_path, "val")] == names[3:]
+    assert [path.name for path in list_shards(tmp_path, "train")] == sorted(names[:4])
+    assert [path.name for path in list_shards(tmp_path, "val")] == names[4:]
 
 
 @pytest.mark.parametrize("name", [
@@ -103,6 +105,94 @@ def test_a_folder_without_shards_is_refused_with_the_ways_to_make_some(name, tmp
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="python fineweb.py"):
         list_shards(tmp_path / name, "train")
+
+
+@pytest.mark.parametrize("split, other, remedy", [
+    ("train", "val", "--eval_only"), ("val", "train", "--val_every 0")])
+def test_a_folder_of_one_split_is_refused_without_a_way_that_is_refused_too(
+        split, other, remedy, tmp_path):
+    """fineweb.py would not go on in a folder that has shards of other text."""
+    write_shard(tmp_path / f"x_{other}_000000.npy", TOKENS)
+    line = refused(lambda: list_shards(tmp_path, split), tmp_path, remedy)
+    assert f"--out {tmp_path}" not in line
+
+
+# ------------------------------------------------------------------------- other programs
+
+LLAMA_TOKENS = np.array([128_000, 9906, 1917] * 50, dtype="<u4")
+
+
+@pytest.mark.parametrize("name", ["train.bin", "val.bin"])
+@pytest.mark.parametrize("dtype", ["<u4", "<i4"])
+def test_tokens_of_32_bits_by_nanogpts_names_are_refused_with_their_conversion(
+        name, dtype, tmp_path):
+    """Read as 16 bits each second one would be 0, and the loss half of what it is."""
+    (TOKENS + 40_000).astype(dtype).tofile(tmp_path / name)
+    line = refused(lambda: count_tokens(tmp_path / name), name, "32")
+    assert converted(line, tmp_path, name.removesuffix(".bin")) == (TOKENS + 40_000).tolist()
+
+
+def converted(line, folder, split):
+    """The tokens of the shard that the line of Python in a message makes."""
+    new = folder / "made"
+    new.mkdir()
+    code = line[line.index("import numpy"):].replace("'NEW/", f"'{new}/")
+    exec(code, {})
+    [path] = list_shards(new, split)
+    return read_shard(path).tolist()
+
+
+def test_a_conversion_ends_where_a_token_is_not_gpt2s(tmp_path, monkeypatch):
+    tokens = TOKENS.astype("<u4")
+    tokens[90] = 50257
+    tokens.tofile(tmp_path / "train.bin")
+    monkeypatch.setattr(shards, "SAMPLE", 80)
+    line = refused(lambda: count_tokens(tmp_path / "train.bin"), "train.bin")
+    with pytest.raises(AssertionError):
+        converted(line, tmp_path, "train")
+
+
+@pytest.mark.parametrize("name", ["train.bin", "x_train_000001.bin", "a.npy", "a.ds"])
+def test_tokens_of_another_tokenizer_are_refused_without_a_conversion(name, tmp_path):
+    LLAMA_TOKENS.tofile(tmp_path / name)
+    line = refused(lambda: count_tokens(list_shards(tmp_path, "train")[0]), name, "128000")
+    assert "import" not in line
+
+
+@pytest.mark.parametrize("written, name", [
+    ("a_train_000001.bin", "train.bin"), ("a_train_000001.npy", "train.bin"),
+    ("a_train_000001.npy", "b_train_000001.bin"), ("a_train_000001.bin", "b_train_000001.npy"),
+    ("a_train_000001.npy", "tokens.npy"), ("a_train_000001.bin", "tokens.bin")])
+def test_a_shard_by_another_name_is_refused_with_the_name_that_it_needs(written, name, tmp_path):
+    write_shard(tmp_path / written, TOKENS)
+    os.rename(tmp_path / written, tmp_path / name)
+    line = refused(lambda: count_tokens(list_shards(tmp_path, "train")[0]), name)
+    right = line.split()[-1]
+    os.rename(tmp_path / name, tmp_path / right)
+    [path] = list_shards(tmp_path, "train")
+    assert read_shard(path).tolist() == TOKENS.tolist()
+
+
+@pytest.mark.parametrize("names", [
+    ["00000_00000_shuffled.ds", "00000_00000_shuffled.ds.index"],       # datatrove's
+    ["a_text_document.bin", "a_text_document.idx"],                     # Megatron's
+    ["part-0-00000.npy", "part-0-00000.csv.gz"],                        # dolma's, as OLMo reads
+    ["x_val_000000.npy"], ["x_val_000000.bin"],                         # renamed
+])
+@pytest.mark.parametrize("dtype", ["<u2", "<u4"])
+def test_raw_tokens_of_other_programs_are_refused_with_their_conversion(names, dtype, tmp_path):
+    tokens = np.arange(1000, 2000).astype(dtype)
+    tokens.tofile(tmp_path / names[0])
+    for name in names[1:]:
+        (tmp_path / name).write_bytes(b"MMIDIDX\0")
+    line = refused(lambda: count_tokens(list_shards(tmp_path, "val")[0]), names[0])
+    assert converted(line, tmp_path, "val") == tokens.tolist()
+
+
+def test_other_files_are_no_tokens(tmp_path):
+    for name in ("pytorch_model.bin", "._a.npy", "a.idx", "a.ds.index"):
+        (tmp_path / name).write_bytes(b"PK\3\4" * 10)
+    refused(lambda: list_shards(tmp_path, "train"), "python fineweb.py")
 
 
 # ------------------------------------------------------------------------- damage

@@ -472,10 +472,27 @@ NOT_UTF8 = pyarrow.Array.from_buffers(
     [None, pyarrow.py_buffer(np.array([0, 2], np.int32)), pyarrow.py_buffer(b"\xe9a")])
 
 
-@pytest.mark.parametrize("column", [pyarrow.array([1, 2]), pyarrow.array([b"a", b"b"]), NOT_UTF8])
+JSON = pyarrow.ExtensionArray.from_storage(pyarrow.json_(), pyarrow.array(['{"a": 1}']))
+UUID = pyarrow.ExtensionArray.from_storage(
+    pyarrow.uuid(), pyarrow.array([b"0" * 16], pyarrow.binary(16)))
+
+
+@pytest.mark.parametrize("column", [
+    pyarrow.array([1, 2]), pyarrow.array([b"a", b"b"]), pyarrow.array([1]).dictionary_encode(),
+    pyarrow.array([["a", "b"]]), JSON, UUID])
 @pytest.mark.parametrize("name, write", TABLES)
-def test_a_column_that_is_no_text_is_refused(column, name, write, tmp_path):
-    write(pyarrow.table({"text": column}), tmp_path / name)
+def test_a_column_of_another_type_is_refused_and_the_file_is_not_called_damaged(
+        column, name, write, tmp_path):
+    write(pyarrow.table({"text": column, "body": ["words"] * len(column)}), tmp_path / name)
+    with pytest.raises(UserError, match=f"{name}.*'text'.*--text_field") as error:
+        read(tmp_path / name)
+    assert "repair" not in str(error.value)
+    assert read(tmp_path / name, text_field="body") == ["words"] * len(column)
+
+
+@pytest.mark.parametrize("name, write", TABLES)
+def test_a_column_of_text_that_is_not_utf8_is_refused(name, write, tmp_path):
+    write(pyarrow.table({"text": NOT_UTF8}), tmp_path / name)
     with pytest.raises(UserError, match=name):
         read(tmp_path / name)
 

@@ -1,14 +1,17 @@
 """Every format that load_model reads: the model has transformers' logits. (Damaged files:
 test_hostile.py. Our own exports: test_export.py.)"""
 import dataclasses
+import functools
 import json
 import shutil
+import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
-from helpers import script
+import torch.nn as nn
+from helpers import ENV, HANG, ROOT, forked, script
 from hub import Hub
 from peers import (
     TINY,
@@ -133,6 +136,102 @@ def test_build_nanogpts_checkpoint_whose_config_is_a_class_of_its_script(tmp_pat
     assert_loads_as(theirs, path)
 
 
+def in_a_module(model):
+    """As a LightningModule has it."""
+    return nn.ModuleDict({"net": model})
+
+
+def compiled_block_by_block(model):
+    for i, block in enumerate(model.transformer.h):
+        model.transformer.h[i] = torch.compile(block)
+    return model
+
+
+@pytest.mark.parametrize("content", [
+    lambda theirs: our_model(theirs).state_dict(),
+    lambda theirs: theirs.state_dict(),
+    lambda theirs: theirs.transformer.state_dict(),
+    lambda theirs: {"model_state_dict": our_model(theirs).state_dict(), "epoch": 3},
+    lambda theirs: {"state_dict": in_a_module(our_model(theirs)).state_dict()},
+    lambda theirs: {"state_dict": in_a_module(theirs).state_dict(), "hyper_parameters": {}},
+    lambda theirs: {"model": compiled_block_by_block(our_model(theirs)).state_dict()},
+])
+def test_a_state_dict_without_sizes_has_those_of_its_shapes_and_heads_of_64(
+        content, tmp_path, capsys):
+    theirs = transformers_model(n_embd=128)
+    assert_loads_as(theirs, save(tmp_path / "a.ckpt", content(theirs)))
+    assert "2 are taken" in capsys.readouterr().err
+
+
+def test_a_config_that_is_a_dict_says_how_many_heads_there_are(tmp_path, capsys):
+    theirs = transformers_model()
+    content = {"model": our_model(theirs).state_dict(), "config": TINY}
+    assert_loads_as(theirs, save(tmp_path / "a.pt", content))
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("n_embd", [16, 96])
+def test_heads_are_not_guessed_where_64_does_not_divide_the_width(n_embd, tmp_path):
+    with pytest.raises(UserError, match="n_head"):
+        load_model(save(tmp_path / "a.pt", make_model(n_embd=n_embd).state_dict()))
+
+
+def test_of_two_models_in_one_state_dict_none_is_chosen(tmp_path):
+    both = nn.ModuleDict({"student": make_model(), "teacher": make_model(seed=1)})
+    with pytest.raises(UserError, match="several transformer"):
+        load_model(save(tmp_path / "a.ckpt", {"state_dict": both.state_dict()}))
+
+
+def legacy(path):
+    torch.save(make_model().state_dict(), path, _use_new_zipfile_serialization=False)
+
+
+def numpys(path):
+    with open(path, "wb") as file:
+        np.savez(file, a=np.zeros(3))
+
+
+def torchscript(path):
+    torch.jit.script(nn.Linear(2, 2)).save(path)
+
+
+def a_tensor(path):
+    torch.save(torch.zeros(3), path)
+
+
+@pytest.mark.parametrize("write", [
+    legacy, numpys, torchscript, a_tensor, lambda path: path.write_bytes(b"GGUF and so on")])
+def test_a_whole_file_of_another_kind_is_not_called_damaged(write, tmp_path):
+    write(tmp_path / "a.pt")
+    with pytest.raises(UserError, match=r"a\.pt.*docs/formats\.md") as refused:
+        load_model(tmp_path / "a.pt")
+    assert "copy" not in str(refused.value)
+
+
+def save_a_share(path):
+    """What a rank has of a model that is divided among the ranks."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import distribute_tensor
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+    weights = make_model().state_dict()
+    weights = {name: distribute_tensor(p, mesh) for name, p in weights.items()}
+    torch.save({"model": weights, "config": TINY}, path)
+    dist.destroy_process_group()
+
+
+def test_what_is_to_be_done_with_a_share_of_the_weights(tmp_path):
+    """In a new process, which has not imported what could read it, as torch._dynamo does."""
+    [(code, _, stderr)] = forked(functools.partial(save_a_share, tmp_path / "a.pt"))
+    assert code == 0, stderr
+    result = subprocess.run(
+        [sys.executable, ROOT / "export.py", tmp_path / "a.pt", tmp_path / "exported"],
+        env=ENV, text=True, capture_output=True, timeout=HANG)
+    assert result.returncode == 2
+    assert "full_tensor" in result.stderr
+    assert "copy the file" not in result.stderr
+
+
 @pytest.mark.parametrize("value", [np.float64(3.1), np.zeros(3)])
 def test_what_is_to_be_done_with_a_checkpoint_that_has_numpys_values(value, tmp_path):
     path = save(tmp_path / "ckpt.pt", own_checkpoint(make_model()) | {"val_loss": value})
@@ -168,6 +267,23 @@ def test_a_folder_of_several_files(tmp_path):
     theirs.save_pretrained(tmp_path, max_shard_size="8KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     assert_loads_as(theirs, tmp_path)
+
+
+def test_a_missing_one_of_several_files_is_named(tmp_path):
+    transformers_model().save_pretrained(tmp_path, max_shard_size="8KB")
+    missing = sorted(tmp_path.glob("*.safetensors"))[1]
+    missing.unlink()
+    with pytest.raises(UserError, match=f"{missing} is missing"):
+        load_model(tmp_path)
+
+
+def test_the_folder_of_transformers_trainer_means_its_newest_checkpoint(tmp_path):
+    for step in (9, 10):
+        make_model(seed=step).save_pretrained(tmp_path / f"checkpoint-{step}")
+    (tmp_path / "checkpoint-old").mkdir()
+    (tmp_path / "checkpoint-old" / "config.json").touch()
+    assert find_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
+    assert_same_weights(load_model(tmp_path), make_model(seed=10))
 
 
 def test_the_names_of_the_hubs_own_gpt2_which_have_no_prefix_and_no_head(tmp_path):
@@ -230,6 +346,7 @@ def test_of_a_file_in_place_of_its_folder_the_folder_is_named(name, exported):
     ("scale_attn_by_inverse_layer_idx", True),
     ("add_cross_attention", True),
     ("tie_word_embeddings", False),
+    ("quantization_config", {"load_in_8bit": True}),
     ("auto_map", {"AutoModelForCausalLM": "modeling_other.Other"}),
 ])
 def test_a_gpt2_that_our_code_does_not_compute_is_refused(key, value, exported, tmp_path):
@@ -284,7 +401,7 @@ def test_without_a_validated_checkpoint_there_is_no_best(metrics, a_run):
     assert_same_weights(load_model(folder), models[1_000_000])
 
 
-@pytest.mark.parametrize("name", ["absent.pt", "absent.pth"])
+@pytest.mark.parametrize("name", ["absent.pt", "absent.pth", "absent.ckpt"])
 def test_the_name_of_an_absent_checkpoint_is_none_of_the_hub(name, tmp_path):
     assert find_checkpoint(tmp_path / name) == tmp_path / name
 
@@ -344,6 +461,20 @@ def test_a_model_that_is_not_here_is_refused_offline(name):
         load_model(name)
     with pytest.raises(UserError, match=name):
         GPT.from_pretrained(name)
+
+
+@pytest.mark.parametrize("name, near", [
+    ("log/bset", "best"), ("log/checkpoint-10", "checkpoint-100"), ("./lgo", "log"),
+    ("log/x", "log"),
+])
+def test_a_path_into_a_folder_that_is_here_is_not_asked_for_on_the_hub(
+        name, near, tmp_path, monkeypatch):
+    (tmp_path / "log" / "checkpoint-100").mkdir(parents=True)
+    (tmp_path / "log" / "metrics.csv").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", None)
+    with pytest.raises(UserError, match=f"{name} .*{near}"):
+        load_model(name)
 
 
 def test_the_names_of_openais_models_are_those_of_the_sizes():
