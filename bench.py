@@ -85,6 +85,7 @@ def parse_timed(command: str, clone: str | None, words: list[str]):
         check_range("steps", args.steps, 1, 2**40)
 
     given = FLAGS.parse("", others)
+    args.dtype_is_typed = "dtype" in given
     device = hardware.choose_device(given.get("device", "auto"))
     on_gpu = device.startswith("cuda")
     B, T, steps = 4, 256, 4
@@ -163,7 +164,7 @@ def median_step(timings: list[Timing]) -> float:
 
 # --------------------------------------------------------------------- bench.py ladder
 
-def ladder_rungs(flags: dict) -> dict[str, dict]:
+def ladder_rungs(flags: dict, dtype_is_typed: bool = False) -> dict[str, dict]:
     """{what the table calls a rung: the flags that it adds}; `flags` are those of the highest."""
     on_gpu = flags["device"].startswith("cuda")
     rungs = {
@@ -181,12 +182,17 @@ def ladder_rungs(flags: dict) -> dict[str, dict]:
     if on_gpu:
         larger = {name: 4 * flags[name] for name in ("batch_size", "total_batch_size")}
         rungs[f"+ micro-batch {larger['batch_size']}"] = larger
+
+    # A CPU may have bfloat16, and 'auto' choose float32, because it is faster there.
+    has_both = not on_gpu and hardware.bfloat16_of_cpu() != hardware.NO_BFLOAT16
+    if has_both and flags["dtype"] == "float32" and not dtype_is_typed:
+        rungs["+ bfloat16 autocast"] = dict(dtype="bfloat16")
     return rungs
 
 
 def ladder(words: list[str]) -> None:
     args, flags = parse_timed("ladder", None, words)
-    rungs = ladder_rungs(flags)
+    rungs = ladder_rungs(flags, args.dtype_is_typed)
     timings = {name: [] for name in rungs}
     print_machine(flags)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:

@@ -6,6 +6,7 @@ from presets import OVERFIT, PRESETS
 from recipes import RECIPES, load_model, models
 from runtime.checkpoint import Start, find_start
 from runtime.flags import FlagTable, check_ranks_agree, flag
+from runtime.hardware import agreed_dtype
 
 # The groups of --help.
 START, DATA, MODEL, BATCH = "start", "data", "model", "batch"
@@ -95,8 +96,9 @@ class Config:
     device: str = flag("auto", SPEED, "The device to train on: cuda, mps or cpu. 'auto' means the "
                        "first of these that is available.", per_run=True)
     dtype: str = flag("auto", SPEED, "The number format of matrix products (autocast). 'auto' "
-                      "means bfloat16 where the hardware has it, else float16 on CUDA and float32 "
-                      "elsewhere.", choices=["auto", "float32", "bfloat16", "float16"])
+                      "means bfloat16 where it is fast, else float16 on CUDA and float32 "
+                      "elsewhere; on a CPU a run that resumes keeps its own.",
+                      choices=["auto", "float32", "bfloat16", "float16"])
     tf32: bool = flag(True, SPEED, "Use TF32 for float32 matrix products on CUDA.")
     compile: bool = flag("auto", SPEED, "Compile the model with torch.compile. 'auto' means on "
                          "CUDA, if the run is long enough to win back the time of compiling.",
@@ -143,5 +145,7 @@ def resolve(given: dict, process) -> tuple[dict, Config, Start]:
     start = find_start(FLAGS.merge(given), process, models(), load_model)
     with process.together():
         asked, config = FLAGS.resolve(given, start, process)
+    if asked.dtype == "auto":
+        config.dtype = agreed_dtype(config.dtype, process)
     check_ranks_agree(config, process)
     return asdict(asked), config, start

@@ -199,10 +199,8 @@ class Pointer(nn.Module):
         sees = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
         scores = (self.scale * cosines).masked_fill(~sees, float("-inf"))
         sentinel = self.sentinel_bias + (x.float() @ self.sentinel) / C**0.5    # (B, T)
-
-        # A softmax over the scores and the sentinel.
-        total = torch.logaddexp(scores.logsumexp(dim=2), sentinel)              # (B, T)
-        return torch.exp(scores - total[:, :, None]), torch.exp(sentinel - total)
+        shares = F.softmax(torch.cat((scores, sentinel[:, :, None]), dim=2), dim=2)
+        return shares[:, :, :-1], shares[:, :, -1]
 
 
 # ---------------------------------------------------------------------- the model
@@ -266,10 +264,7 @@ class FrontierGPT(ModernLanguageModel):
         rows = rows.contiguous()
         table = self.transformer.part.weight.contiguous()
 
-        stems, forms = parts
-        total = F.embedding(stems, table)
-        total.add_(F.embedding(forms, table))           # in place, which saves time on a CPU
-        return total.add_(rows)
+        return F.embedding(parts, table).sum(dim=0).add_(rows)
 
     def sums_of_rows(self, tokens):
         """tokens (...) -> (..., C): the sums that embed these tokens, and that predict them."""

@@ -55,12 +55,14 @@ def fresh_model(config) -> LanguageModel:
 @contextmanager
 def nan_in_empty_tensors():
     """Inside, torch.empty is full of nan, so that a parameter that nobody initialises shows."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)        # by torch.utils.deterministic's default
+    # In this mode torch.utils.deterministic fills them. (torch.use_deterministic_algorithms would
+    # import the compiler, which takes seconds.)
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("error")
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.set_deterministic_debug_mode(before)
 
 
 def load_model(source: str | Path) -> LanguageModel:

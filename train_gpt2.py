@@ -325,7 +325,8 @@ def save(step: int, run: Run) -> None:
             "model": checkpoint.host_copy(state.model.state_dict()),
             "model_config": asdict(state.model.config),
             "recipe": run.config.recipe,
-            "config": run.asked,                    # a resume decides anew what "auto" is
+            "config": run.asked,                    # a resume decides anew what "auto" is ...
+            "dtype": run.config.dtype,              # ... but keeps this on a CPU
             "step": step,
             "tokens": run.schedule.tokens_before(step),
             "data": run.data.fingerprints(),        # a resume refuses other shards
@@ -412,6 +413,7 @@ def main(argv: list[str] | None = None) -> None:
     with hardware.memory_errors(process.device), machines.lost_ranks(process):
         # The flags as asked, the values that the run uses, and the checkpoint that it starts from.
         asked, config, start = resolve(given, process)
+        console.print_machine(config, process, start)
         recipe = RECIPES[config.recipe]
         if config.recipe == "gpt2":
             recipe = GPT2                       # RECIPES has its model only, for the other scripts

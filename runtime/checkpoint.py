@@ -29,6 +29,7 @@ class Start:
     path: Path | None = None                    # the checkpoint's; None: a new run
     checkpoint: dict | None = None              # the checkpoint's content, until `restore`
     step: int = 0                               # steps done
+    dtype: str = ""                             # that of the run so far; "" if it is not known
     extras: frozenset = frozenset()             # Output.extras, when the checkpoint was saved
     remedy: str = ""                            # what to do if the checkpoint cannot be used
     source: Path | str = ""                     # the file, folder or hub name of the model
@@ -112,9 +113,13 @@ def start_from_checkpoint(path: Path, flags, models: dict) -> Start:
         for name in ("step", "tokens"):
             if type(checkpoint[name]) is not int:
                 raise unexpected(f"its {name}", "a number", checkpoint[name])
+        dtype = checkpoint.get("dtype", "")
+        if dtype not in ("", "float32", "bfloat16", "float16"):
+            raise unexpected("its dtype", "float32, bfloat16 or float16", dtype)
         extras = frozenset(checkpoint.get("extras", ()))
     return Start(
-        model, path, checkpoint, checkpoint["step"], extras=extras, remedy=remedy, source=path)
+        model, path, checkpoint, checkpoint["step"], dtype=dtype, extras=extras, remedy=remedy,
+        source=path)
 
 
 def model_shape(model) -> dict:

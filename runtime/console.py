@@ -13,7 +13,7 @@ import torch
 from runtime.checkpoint import Start
 from runtime.cli import RunError
 from runtime.files import checkpoints
-from runtime.hardware import device_name, peak_flops, peak_memory
+from runtime.hardware import bfloat16_of_cpu, device_name, peak_flops, peak_memory
 from runtime.metrics import Metrics
 from runtime.recipe import BatchSchedule
 
@@ -91,22 +91,23 @@ class StepLog:
 
 # ----------------------------------------------------------------------- header and summary
 
+def print_machine(config, process, start: Start) -> None:
+    """The first line: where the run computes, and in what. torch's optimizers then take seconds."""
+    machines = ""
+    if process.machines:                        # of several processes
+        machines = f" ({counted(len(set(process.machines)), 'machine')})"
+    how = dtype_text(config.dtype, process.device, start)
+    if config.attention != "auto":
+        how += f", attention {config.attention}"
+    process.print0(f"{counted(process.world_size, 'process')}{machines} on {process.device} "
+                   f"({device_name(process.device)}), {how}, torch {torch.__version__}")
+
+
 def print_header(config, process, data, model, schedule: BatchSchedule, start: Start) -> None:
     """Where the run begins, and what it will do."""
     c, say = config, process.print0
     if start.path:
         say(f"resuming from {start.path} at step {start.step} of {c.max_steps}")
-    how = [c.dtype]
-    if c.compile:
-        how.append("torch.compile")
-    if c.attention != "auto":
-        how.append(f"attention {c.attention}")
-    machines = ""
-    if process.machines:                        # of several processes
-        machines = f" ({counted(len(set(process.machines)), 'machine')})"
-    say(f"{counted(process.world_size, 'process')}{machines} on {process.device} "
-        f"({device_name(process.device)}), {', '.join(how)}, torch {torch.__version__}")
-
     num_params = sum(p.numel() for p in model.parameters())
     say(f"{c.recipe}: {num_params:,} parameters ({counted(c.n_layer, 'layer')}, "
         f"{counted(c.n_head, 'head')}, width {c.n_embd}, vocabulary {c.vocab_size})")
@@ -123,6 +124,17 @@ def print_header(config, process, data, model, schedule: BatchSchedule, start: S
 
     if c.compile:
         say("compiling the model, which takes about a minute ...")
+
+
+def dtype_text(dtype: str, device: str, start: Start) -> str:
+    """The dtype, and what it depends on: the run before a resume, or the CPU."""
+    if start.dtype == dtype:
+        return f"{dtype} as before"
+    if start.dtype:
+        return f"{dtype} ({start.dtype} before)"
+    if device == "cpu":
+        return f"{dtype} (the CPU has {bfloat16_of_cpu()})"
+    return dtype
 
 
 def print_batch(config, process, schedule: BatchSchedule, B: int) -> None:

@@ -99,7 +99,7 @@ class FlagTable:
             config.max_steps = round(config.max_steps * max(1, self.Config.n_embd / config.n_embd))
         set_automatic(config, **self.recipes[config.recipe].automatic(config))
         set_automatic(config, min_lr=config.max_lr / 10)
-        config.dtype = choose_dtype(config.dtype, process.device)
+        config.dtype = choose_dtype(config.dtype, process.device, start.dtype)
         if config.eval_only:
             set_automatic(config, compile=False)                # one evaluation would not repay it
         return flags, config

@@ -103,25 +103,70 @@ def device_name(device: str) -> str:
     return platform.machine()
 
 
-def choose_dtype(name: str, device: str) -> str:
-    """`name`; for 'auto' bfloat16 if the hardware has it, else float16 on CUDA, else float32."""
+def choose_dtype(name: str, device: str, before: str = "") -> str:
+    """`name`; for 'auto' the 16-bit dtype whose products are fast on the hardware, else float32.
+
+    `before` is that of the run which resumes. A CPU keeps it, if it has instructions for it.
+    """
     if name != "auto":
         return name
     if device.startswith("cuda"):
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return "bfloat16"
         return "float16"
-    # On ARM torch's products in bfloat16 round between blocks of 512 terms (docs/running.md).
-    if device == "cpu" and cpu_has_bfloat16() and platform.machine() in ("x86_64", "AMD64"):
+    if device != "cpu":
+        return "float32"
+
+    if before == "float32" or (before == "bfloat16" and bfloat16_of_cpu() != NO_BFLOAT16):
+        return before
+    if bfloat16_of_cpu() in FAST_BFLOAT16:
         return "bfloat16"
     return "float32"
 
 
-def cpu_has_bfloat16() -> bool:
-    """Whether torch computes products in bfloat16 by instructions of this CPU."""
+# What bfloat16_of_cpu says of CPUs on which products in bfloat16 are faster than in float32, and of
+# those that have no instruction for it.
+FAST_BFLOAT16 = ("AMX", "AMD's AVX512-BF16")
+NO_BFLOAT16 = "no bfloat16"
+
+
+def bfloat16_of_cpu() -> str:
+    """The instructions by which torch computes products in bfloat16 on this CPU."""
     features = torch.cpu.get_capabilities()
-    names = ("avx512_bf16", "amx_bf16", "bf16")             # the last one is ARM's
-    return any(features.get(name) for name in names)
+    if features.get("amx_bf16"):
+        return "AMX"
+    if features.get("avx512_bf16"):
+        # AMD's cores are 2.5 times as fast with it as in float32. Intel's are only half as fast,
+        # where a virtual machine hides their AMX (docs/speed.md, "A step on a CPU").
+        if is_amd():
+            return "AMD's AVX512-BF16"
+        return "Intel's AVX512-BF16"
+    if features.get("bf16"):
+        return "ARM's bfloat16"         # rounds between blocks of 512 terms (docs/running.md)
+    return NO_BFLOAT16
+
+
+def agreed_dtype(dtype: str, process) -> str:
+    """What all ranks compute in, where 'auto' is `dtype` on this one: what rank 0 has chosen.
+
+    A rank whose CPU has no bfloat16 keeps float32: then the ranks differ, which ends all of them.
+    """
+    dtypes = process.gather(dtype)
+    agreed = choose_dtype("auto", process.device, before=dtypes[0])
+
+    changed = process.gather(agreed != dtype)
+    if any(changed):
+        rank = changed.index(True)
+        process.print0(f"process {rank} computes in {dtypes[0]}, as process 0 does: its own choice "
+                       f"would be {dtypes[rank]}")
+    return agreed
+
+
+def is_amd() -> bool:
+    """Whether the CPU is AMD's."""
+    with contextlib.suppress(OSError):
+        return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    return "AuthenticAMD" in platform.processor()           # Windows
 
 
 # ----------------------------------------------------------------------------- memory

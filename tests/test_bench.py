@@ -9,6 +9,7 @@ from helpers import ROOT, command, forked
 
 import bench
 from bench import Curve, Timing
+from runtime import hardware
 from runtime.cli import RunError, UserError
 from runtime.metrics import HEADER
 
@@ -35,7 +36,7 @@ def test_a_table_is_markdown_with_aligned_numbers(capsys):
 
 # ----------------------------------------------------------------------------- ladder and peer
 
-def test_each_rung_of_the_ladder_changes_one_thing():
+def test_each_rung_of_the_ladder_changes_one_thing(monkeypatch):
     bottom, *rungs = bench.ladder_rungs(dict(
         device="cuda:0", dtype="bfloat16", compile=True, batch_size=16, total_batch_size=64,
     )).values()
@@ -45,8 +46,17 @@ def test_each_rung_of_the_ladder_changes_one_thing():
         {"tf32": True}, {"dtype": "bfloat16"}, {"compile": True}, {"attention": "auto"},
         {"vocab_size": 50304}, {"batch_size": 64, "total_batch_size": 256}]
 
-    _, *rungs = bench.ladder_rungs(dict(device="cpu", dtype="float32", compile=False)).values()
+    on_cpu = dict(device="cpu", dtype="float32", compile=False)
+    monkeypatch.setattr(hardware, "bfloat16_of_cpu", lambda: "no bfloat16")
+    _, *rungs = bench.ladder_rungs(on_cpu).values()
     assert rungs == [{"attention": "auto"}, {"vocab_size": 50304}]
+
+    # Of a CPU that has bfloat16 and is faster in float32 the ladder shows both.
+    monkeypatch.setattr(hardware, "bfloat16_of_cpu", lambda: "Intel's AVX512-BF16")
+    *_, highest = bench.ladder_rungs(on_cpu).values()
+    assert highest == {"dtype": "bfloat16"}
+    *_, highest = bench.ladder_rungs(on_cpu, dtype_is_typed=True).values()
+    assert highest == {"vocab_size": 50304}
 
 
 @pytest.fixture

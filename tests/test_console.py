@@ -124,19 +124,20 @@ def make_config(**more):
     return Config(**SHAPE | automatic | {"total_batch_size": 256} | more)
 
 
-def print_header(config, process=None, step=0, backward=0, divisors=(1, 1, 1)):
+def print_header(config, process=None, start=None, backward=0, divisors=(1, 1, 1)):
     """Of a run with 500 sequences of data."""
     if process is None:
         process = Process()
     data = SimpleNamespace(train=SimpleNamespace(total=500, backward=backward))
     schedule = BatchSchedule(config.total_batch_size, config.max_steps, divisors)
-    start = Start(step=step)
+    start = start or Start()
+    console.print_machine(config, process, start)
     console.print_header(config, process, data, GPT(GPTConfig(**SHAPE)), schedule, start)
 
 
 @pytest.mark.parametrize("word", [
     "1 process on cpu (",
-    f"), float32, torch {torch.__version__}\n",
+    f", torch {torch.__version__}\n",
     f"gpt2: {PARAMETERS:,} parameters (2 layers, 2 heads, width 32, vocabulary 256)",
     f"37 steps = {37 * 256:,} tokens = {37 * 256 / 32 / 500:.2f} epochs",
     "epochs; learning rate 0.00312 after 6 steps of warm-up, 2e-05 at the end\n",
@@ -151,6 +152,18 @@ def test_the_header_counts_parameters_tokens_and_epochs_and_says_what_is_planned
         checkpoint_every=1100, out="a/log"))
 
     assert word in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("device, before, said", [
+    ("cpu", "", "float32 (the CPU has no bfloat16)"),
+    ("cpu", "float32", "float32 as before"),
+    ("cpu", "bfloat16", "float32 (bfloat16 before)"),
+    ("mps", "", "float32"),
+])
+def test_the_header_says_why_a_run_has_its_dtype(device, before, said, monkeypatch, capsys):
+    monkeypatch.setattr(console, "bfloat16_of_cpu", lambda: "no bfloat16")
+    print_header(make_config(), Process(device=device), Start(dtype=before))
+    assert f"), {said}, torch" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("divisors, backward, step", [
@@ -169,7 +182,6 @@ def test_a_compiled_run_says_that_it_takes_a_while_and_one_without_out_writes_no
     text = capsys.readouterr().out
 
     assert "2 processes on cpu" in text
-    assert "), float32, torch.compile, torch " in text
     assert "compiling the model" in text
     assert "output" not in text
 

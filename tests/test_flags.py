@@ -470,7 +470,7 @@ def test_dtype_is_that_of_linear_layers_in_the_step_and_in_the_validation(
     finally:
         hook.remove()
     assert seen == {(True, getattr(torch, dtype)), (False, getattr(torch, dtype))}
-    assert f"), {dtype}, torch " in text
+    assert f"), {dtype} (" in text
 
 
 @pytest.mark.parametrize("flags", [[], ["--no_compile"], ["--compile", "--compile=False"]])

@@ -20,7 +20,6 @@ from runtime.hardware import (
     choose_device,
     choose_dtype,
     compiling_pays,
-    cpu_has_bfloat16,
     device_name,
     is_out_of_memory,
     memory_errors,
@@ -228,35 +227,61 @@ def test_with_the_device_cudas_allocator_is_told_to_split_no_large_block_unless_
 @pytest.mark.parametrize("device, has_bfloat16, emulates_it, expected", [
     ("cuda:0", True, True, "bfloat16"),
     ("cuda:1", False, True, "float16"),         # a T4, many times slower in bfloat16
-    ("cpu", True, False, "bfloat16"),
-    ("cpu", False, True, "float32"),
     ("mps", True, True, "float32"),             # a Mac's GPU, whatever its CPU has
-    ("cpu of ARM", True, False, "float32"),
 ])
-def test_auto_is_bfloat16_where_the_hardware_has_it(
+def test_auto_is_bfloat16_where_a_gpu_has_it(
     device, has_bfloat16, emulates_it, expected, monkeypatch
 ):
     def is_bf16_supported(including_emulation=True):
         return has_bfloat16 or (including_emulation and emulates_it)
 
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
-    monkeypatch.setattr("runtime.hardware.cpu_has_bfloat16", lambda: has_bfloat16)
-
-    machine = "aarch64" if device == "cpu of ARM" else "x86_64"
-    monkeypatch.setattr(platform, "machine", lambda: machine)
-    assert choose_dtype("auto", device.removesuffix(" of ARM")) == expected
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
+    assert choose_dtype("auto", device, before="float32") == expected
 
 
-@pytest.mark.parametrize("features, expected", [
-    ({"avx512_bf16": True, "amx_bf16": False}, True),
-    ({"avx512_bf16": False, "amx_bf16": True}, True),
-    ({"bf16": True}, True),                         # ARM's
-    ({"avx512_bf16": False, "amx_bf16": False}, False),
-    ({}, False),
+@pytest.fixture
+def cpu(monkeypatch):
+    """cpu(vendor, *features) has choose_dtype see such a CPU."""
+    def set_cpu(vendor, *features):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(features, True))
+        monkeypatch.setattr(hardware, "is_amd", lambda: vendor == "AMD")
+    return set_cpu
+
+
+@pytest.mark.parametrize("kind, new_run, after_bfloat16", [
+    (("AMD", "avx512_bf16"), "bfloat16", "bfloat16"),
+    (("Intel", "avx512_bf16", "amx_bf16"), "bfloat16", "bfloat16"),
+    (("Intel", "avx512_bf16"), "float32", "bfloat16"),      # half as fast in bfloat16
+    (("ARM", "bf16"), "float32", "bfloat16"),
+    (("AMD",), "float32", "float32"),
 ])
-def test_a_cpu_has_bfloat16_by_one_of_its_instructions(features, expected, monkeypatch):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
-    assert cpu_has_bfloat16() is expected
+def test_a_cpu_computes_in_what_is_faster_but_keeps_the_dtype_of_a_run(
+        kind, new_run, after_bfloat16, cpu):
+    cpu(*kind)
+    assert choose_dtype("auto", "cpu") == new_run
+    assert choose_dtype("auto", "cpu", before="bfloat16") == after_bfloat16
+    assert choose_dtype("auto", "cpu", before="float32") == "float32"
+    assert choose_dtype("auto", "cpu", before="float16") == new_run
+    assert choose_dtype("bfloat16", "cpu", before="float32") == "bfloat16"
+
+
+@pytest.mark.parametrize("cpuinfo, processor, expected", [
+    ("vendor_id\t: AuthenticAMD\n", "", True),
+    ("vendor_id\t: GenuineIntel\n", "AMD64 Family 25, AuthenticAMD", False),
+    (None, "AMD64 Family 25 Model 17, AuthenticAMD", True),          # Windows
+    (None, "Intel64 Family 6, GenuineIntel", False),
+])
+def test_the_maker_of_a_cpu_is_told_by_the_system(cpuinfo, processor, expected, monkeypatch):
+    def read_text(path):
+        assert path == Path("/proc/cpuinfo")
+        if cpuinfo is None:
+            raise FileNotFoundError
+        return cpuinfo
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    monkeypatch.setattr(platform, "processor", lambda: processor)
+    assert hardware.is_amd() is expected
 
 
 @pytest.mark.parametrize("cpuinfo, name", [

@@ -5,6 +5,7 @@ test_machines.py.
 """
 import functools
 import os
+import re
 import select
 import shutil
 import signal
@@ -39,6 +40,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import train_gpt2
 from recipes import RECIPES
+from runtime import hardware
 from runtime.language_model import LanguageModel
 from runtime.recipe import BatchSchedule
 from runtime.shards import write_shard
@@ -313,9 +315,10 @@ def test_the_rate_of_a_run_that_is_made_longer_is_that_of_its_new_length(longer)
 
 # ----------------------------------------------------------------------- two machines
 
-def have_bfloat16_on_rank_1():
-    from runtime import hardware
-    hardware.cpu_has_bfloat16 = lambda: os.environ["RANK"] == "1"
+def use_cpus(*kinds):
+    """For `before`: each rank has such a CPU, as bfloat16_of_cpu calls it."""
+    own_kind = kinds[int(os.environ["RANK"])]
+    hardware.bfloat16_of_cpu = lambda: own_kind
 
 
 @pytest.fixture
@@ -349,10 +352,48 @@ def test_ranks_with_other_flags_are_told_so_once_before_the_first_step(flags, tw
     assert not (two_machines[0] / "log").exists()
 
 
-def test_ranks_whose_hardware_differs_are_told_so(two_machines):
+def test_a_rank_whose_cpu_cannot_do_what_rank_0_does_ends_all(two_machines):
     line = told_by_two_machines(
-        two_machines, [*SAME, "--dtype", "auto"], before=[have_bfloat16_on_rank_1])
+        two_machines, [*SAME, "--dtype", "auto"],
+        before=[functools.partial(use_cpus, "AMX", "no bfloat16")])
     assert "--dtype" in line
+
+
+@pytest.mark.parametrize("kinds, dtype, other", [
+    (["AMX", "Intel's AVX512-BF16"], "bfloat16", "float32"),
+    (["no bfloat16", "AMX"], "float32", "bfloat16"),
+    (["no bfloat16", "Intel's AVX512-BF16"], "float32", None),
+])
+def test_a_rank_whose_cpu_is_faster_otherwise_computes_as_rank_0_does(
+        kinds, dtype, other, two_machines):
+    call = command("train_gpt2.py", *SAME, "--dtype", "auto")
+    results = on_ranks(
+        call, call, cwds=two_machines, before=[functools.partial(use_cpus, *kinds)])
+    assert [code for code, _, _ in results] == [0, 0], results
+
+    text = results[0][1]
+    assert f"), {dtype} (" in text
+    told = re.findall(r"process 1 computes in (\w+), .* (\w+)\n", text)
+    expected = []
+    if other:
+        expected.append((dtype, other))
+    assert told == expected
+
+
+@pytest.mark.parametrize("flags, said", [
+    ([], "bfloat16 as before"),
+    (["--dtype", "float32"], "float32 (bfloat16 before)"),
+])
+def test_a_run_keeps_its_dtype_on_another_cpu_unless_one_is_typed(
+        flags, said, byte_data, tmp_path, monkeypatch, capsys):
+    run_flags = ["--data", byte_data, *BYTES, "--dtype", "auto", "--out", tmp_path]
+    monkeypatch.setattr(hardware, "bfloat16_of_cpu", lambda: "AMX")
+    train(*run_flags, "--max_steps", 2)
+    assert "), bfloat16 (the CPU has AMX), torch" in capsys.readouterr().out
+
+    monkeypatch.setattr(hardware, "bfloat16_of_cpu", lambda: "Intel's AVX512-BF16")
+    train(*run_flags, "--max_steps", 4, *flags)
+    assert f"), {said}, torch" in capsys.readouterr().out
 
 
 def test_ranks_whose_shards_differ_are_told_so(two_machines):
