@@ -241,12 +241,11 @@ print(f"peak memory {{peak_memory(device) / 1e9:.1f}} GB")
 """
 
 
-def peers_script(path: Path, flags: dict, compiles: bool) -> str:
+def peers_script(path: Path, flags: dict, dtype: str, compiles: bool) -> str:
     """build-nanogpt's train_gpt2.py with the numbers of our run. UserError for another script."""
     ours = FLAGS.merge(flags)
     shape = (f"block_size={ours.block_size}, n_layer={ours.n_layer}, n_head={ours.n_head}, "
              f"n_embd={ours.n_embd}")
-    dtype = f"torch.{ours.dtype}, enabled={ours.dtype != 'float32'}"
     changes = {
         r"^total_batch_size = \d+": f"total_batch_size = {ours.total_batch_size}",
         r"^B = \d+": f"B = {ours.batch_size}",
@@ -254,7 +253,7 @@ def peers_script(path: Path, flags: dict, compiles: bool) -> str:
         r"GPTConfig\(vocab_size=50304": f"GPTConfig(vocab_size=50304, {shape}",
         r"^use_compile = \w+": f"use_compile = {compiles}",
         r"^device_type = ": f"device = {ours.device!r}\ndevice_type = ",
-        r"dtype=torch\.bfloat16": f"dtype={dtype}",
+        r"dtype=torch\.bfloat16": f"dtype=torch.{dtype}, enabled={dtype != 'float32'}",
         # It evaluates at step 0, and every 250 steps: step 1 again and again is training alone.
         r"^for step in range\(max_steps\)": f"for step in [1] * {ours.max_steps}",
     }
@@ -278,9 +277,12 @@ def time_peer(script: str, tokens: int, folder: str) -> Timing:
 def peer(words: list[str]) -> None:
     args, flags = parse_timed("peer", "The folder of a git clone of build-nanogpt.", words)
     path = Path(args.clone, "train_gpt2.py")
-    scripts = {"build-nanogpt, as shipped": peers_script(path, flags, compiles=False)}
+    dtype = flags["dtype"]
+    scripts = {"build-nanogpt, as shipped": peers_script(path, flags, "bfloat16", compiles=False)}
+    if dtype != "bfloat16":
+        scripts[f"build-nanogpt, {dtype}"] = peers_script(path, flags, dtype, compiles=False)
     if flags["compile"]:
-        scripts["build-nanogpt, torch.compile"] = peers_script(path, flags, compiles=True)
+        scripts["build-nanogpt, torch.compile"] = peers_script(path, flags, dtype, compiles=True)
 
     timings = {"ours": []} | {name: [] for name in scripts}
     print_machine(flags)
