@@ -162,6 +162,7 @@ def agreed_dtype(dtype: str, process) -> str:
     return agreed
 
 
+@functools.cache
 def is_amd() -> bool:
     """Whether the CPU is AMD's."""
     with contextlib.suppress(OSError):

@@ -281,7 +281,9 @@ def test_the_maker_of_a_cpu_is_told_by_the_system(cpuinfo, processor, expected, 
 
     monkeypatch.setattr(Path, "read_text", read_text)
     monkeypatch.setattr(platform, "processor", lambda: processor)
+    hardware.is_amd.cache_clear()
     assert hardware.is_amd() is expected
+    hardware.is_amd.cache_clear()
 
 
 @pytest.mark.parametrize("cpuinfo, name", [

@@ -3,7 +3,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from runtime import hardware
 from runtime.layers import linear
+
+
+@pytest.fixture(autouse=True)
+def on_amd(monkeypatch):
+    monkeypatch.setattr(hardware, "is_amd", lambda: True)
 
 
 @pytest.mark.parametrize("shape, n_out, threads", [
@@ -43,4 +49,8 @@ def test_a_product_of_few_rows_is_shared_by_the_cores_of_a_cpu(monkeypatch):
     monkeypatch.setattr(torch, "bmm", bmm_and_remember)
     linear(torch.randn(32, 48), torch.randn(64, 48))
     linear(torch.randn(33, 48), torch.randn(64, 48))        # these are no longer few
+    assert parts == [2]
+
+    monkeypatch.setattr(hardware, "is_amd", lambda: False)
+    linear(torch.randn(32, 48), torch.randn(64, 48))
     assert parts == [2]
