@@ -184,9 +184,9 @@ def ladder_rungs(flags: dict, dtype_is_typed: bool = False) -> dict[str, dict]:
         rungs[f"+ micro-batch {larger['batch_size']}"] = larger
 
     # A CPU may have bfloat16, and 'auto' choose float32, because it is faster there.
-    has_both = not on_gpu and hardware.bfloat16_of_cpu() != hardware.NO_BFLOAT16
+    has_both = flags["device"] == "cpu" and hardware.bfloat16_of_cpu() in hardware.SLOW_BFLOAT16
     if has_both and flags["dtype"] == "float32" and not dtype_is_typed:
-        rungs["+ bfloat16 autocast"] = dict(dtype="bfloat16")
+        rungs["+ bfloat16 autocast, which 'auto' leaves out here"] = dict(dtype="bfloat16")
     return rungs
 
 

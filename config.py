@@ -145,7 +145,6 @@ def resolve(given: dict, process) -> tuple[dict, Config, Start]:
     start = find_start(FLAGS.merge(given), process, models(), load_model)
     with process.together():
         asked, config = FLAGS.resolve(given, start, process)
-    if asked.dtype == "auto":
-        config.dtype = agreed_dtype(config.dtype, process)
+    config.dtype = agreed_dtype(asked.dtype, config.dtype, process)
     check_ranks_agree(config, process)
     return asdict(asked), config, start

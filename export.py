@@ -22,8 +22,8 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"{folder} is not empty: choose a new or empty folder")
 
     model = load_model(args.source)
-    print(f"comparing the logits of {args.source} with those of its export in transformers ...",
-          flush=True)
+    print(f"{args.source} is read; if transformers is installed, it computes the same logits as a "
+          "check ...", flush=True)
     try:
         model.save_pretrained(folder)
     except BaseException:

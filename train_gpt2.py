@@ -325,8 +325,8 @@ def save(step: int, run: Run) -> None:
             "model": checkpoint.host_copy(state.model.state_dict()),
             "model_config": asdict(state.model.config),
             "recipe": run.config.recipe,
-            "config": run.asked,                    # a resume decides anew what "auto" is ...
-            "dtype": run.config.dtype,              # ... but keeps this on a CPU
+            "config": run.asked,                    # a resume decides anew what "auto" is,
+            "dtype": run.config.dtype,              # but for this on a CPU
             "step": step,
             "tokens": run.schedule.tokens_before(step),
             "data": run.data.fingerprints(),        # a resume refuses other shards

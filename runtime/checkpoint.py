@@ -168,11 +168,12 @@ def model_from_checkpoint(
     `models` is {recipe: class}. UserError with `path` and `remedy` if it cannot be built.
     """
     problem = "is not a model that this project can read"
-    if "model_config" in checkpoint:                    # this project's, and whole
+    if "model_config" in checkpoint:
+        # It is ours, and read_checkpoint has found the file whole: only its version can be wrong.
         problem = "is not a model of this version of the project"
         remedy = f"use the version that wrote it, or {remedy}"
     with reading(path, remedy, problem=problem):
-        if "model_config" in checkpoint:                # is read as it was written
+        if "model_config" in checkpoint:                # our own names need no translation
             recipe = checkpoint["recipe"]
             if recipe not in models:
                 raise unexpected("its recipe", " or ".join(models), recipe)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 __version__ = "0.1.0"       # of the project; CHANGELOG.md says what changed
 # What recipes.load_model reads.
-MODEL_HELP = ("A checkpoint (of this project, nanoGPT or build-nanogpt), the folder of a run (its "
-              "newest checkpoint), FOLDER/best (the checkpoint with the lowest validation loss), a "
-              "folder in the Hugging Face format, or a name on the Hugging Face hub")
+MODEL_HELP = ("A checkpoint (of this project or another GPT-2's), the folder of a run (its newest "
+              "checkpoint), FOLDER/best (the checkpoint with the lowest validation loss), a folder "
+              "in the Hugging Face format, or a name on the Hugging Face hub")
 
 # What the system says of a path that was typed wrongly, or that is not for this user.
 WRONG_PATH = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG,

@@ -92,7 +92,10 @@ class StepLog:
 # ----------------------------------------------------------------------- header and summary
 
 def print_machine(config, process, start: Start) -> None:
-    """The first line: where the run computes, and in what. torch's optimizers then take seconds."""
+    """The first line: where the run computes, and in which dtype.
+
+    It comes early, because torch's optimizers then import the compiler, which takes seconds.
+    """
     machines = ""
     if process.machines:                        # of several processes
         machines = f" ({counted(len(set(process.machines)), 'machine')})"

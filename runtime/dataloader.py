@@ -26,7 +26,7 @@ INPUT_TXT = Path(__file__).resolve().parent.parent / "input.txt"
 DEPTH = 8               # micro-batches read ahead: loading the next shard takes about a second
 DIGEST_TOKENS = 65_536  # of each end of a shard
 SAMPLE_TOKENS = 1 << 20
-MOST_IN_MEMORY = 2**27  # tokens of a shard that is read whole: 268 MB
+LARGEST_IN_MEMORY = 2**27       # tokens, 268 MB: of a longer shard each sequence is read by itself
 CHARACTERS_PER_TOKEN = 20       # more than any English text needs
 PROMPT_TOKENS = 24              # at most, of a prompt that the validation shards give
 
@@ -54,10 +54,10 @@ class TokenDataset:
     last target needs one token more. Without `shuffle` the sequences come in the order of the
     files. With it, each epoch permutes the shards, and the sequences of every shard, by the seed.
 
-    One shard is in memory, and two while the next one is read. Of one that is larger than
-    MOST_IN_MEMORY, such as nanoGPT's 18 GB of OpenWebText, each sequence is read from the disk when
-    its turn comes. UserError for too little text, and for a shard that is damaged, has ids that the
-    model lacks, or changes its length or ends during the run.
+    One shard is in memory, and two while the next one is read. Of one that is longer than
+    LARGEST_IN_MEMORY, such as nanoGPT's 18 GB of OpenWebText, each sequence is read from the disk
+    when its turn comes. UserError for too little text, and for a shard that is damaged, has ids
+    that the model lacks, or changes its length or ends during the run.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class TokenDataset:
                             "make shards of more text, or lower --sequence_length")
 
         # A micro-batch takes only a few rows: keep the shard that is being read.
-        self._reading = lru_cache(1)(self._reading)
+        self._plan = lru_cache(1)(self._plan)
 
     def _fingerprint(self, i):
         """[name, number of tokens, digest] of shard i."""
@@ -129,16 +129,15 @@ class TokenDataset:
             return np.arange(n)
         return stable_permutation(n, self.seed, *key)
 
-    def _reading(self, epoch, i):
-        """How shard i is read in this epoch.
+    def _plan(self, epoch, i):
+        """(tokens_of, begin, order): how shard i is read in this epoch.
 
-        A function (first, count) -> tokens; the place where the first sequence begins; the order of
-        the sequences.
+        tokens_of(first, count) are tokens of the shard. Its sequence number n begins at token
+        begin + n T. `order` is that of the sequences.
         """
         tokens_of = self._open(i)
         if self._fingerprint(i) != self.fingerprint[i]:
-            raise UserError(f"{self.names[i]} changed during the run: restore the file, then run "
-                            "the same command again")
+            raise self._changed(i)
 
         # Later epochs cut the shard at other tokens, so that the model does not learn fixed pieces
         # by heart.
@@ -147,13 +146,19 @@ class TokenDataset:
             begin = int(self._order(self.T, epoch, i)[0])
         return tokens_of, begin, self._order(self.counts[i], epoch, i)
 
+    def _changed(self, i) -> UserError:
+        return UserError(f"{self.names[i]} changed during the run: restore the file, then run the "
+                         "same command again")
+
     def _open(self, i) -> Callable[[int, int], np.ndarray]:
         """A function (first, count) -> tokens of shard i, whose ids are checked."""
         shard = self.shards[i]
         _, length, _ = self.fingerprint[i]
-        if not isinstance(shard, np.ndarray) and length > MOST_IN_MEMORY:
+        if not isinstance(shard, np.ndarray) and length > LARGEST_IN_MEMORY:
             def from_disk(first, count):
                 tokens = read_shard(shard, first, count)
+                if len(tokens) < min(count, length - first):
+                    raise self._changed(i)
                 self._check_ids(i, tokens)
                 return tokens
             return from_disk
@@ -179,7 +184,7 @@ class TokenDataset:
             first_row = position - (ends[slot] - self.counts[shard])
 
             # Take sequences from there to the shard's last one, at most `count`.
-            tokens_of, begin, order = self._reading(epoch, shard)
+            tokens_of, begin, order = self._plan(epoch, shard)
             numbers = order[first_row:][:count]
             for number in numbers:
                 row = tokens_of(begin + self.T * number, self.T + 1)

@@ -69,8 +69,8 @@ class FlagTable:
         """The flags as asked, some of them "auto", and the `config` that the run uses.
 
         `given`, {flag: value}, is the command line. Checkpoints record the flags as asked, so that
-        a resume decides anew what "auto" means. UserError if the command line or the preset
-        contradicts the run that resumes or the model of --init.
+        a resume decides anew what "auto" means, but for the dtype on a CPU. UserError if the
+        command line or the preset contradicts the run that resumes or the model of --init.
         """
         shape = {}
         if start.model:
@@ -122,7 +122,7 @@ class FlagTable:
             return self.overfit.flags
         flags = self.presets[given.get("preset", self.Config.preset)].flags
         if given.get("eval_only"):
-            # A run's checkpoint has what it began with, --init too: the preset does not say that.
+            # The model is there, and says its recipe and shape: those of the preset do not count.
             flags = {name: value for name, value in flags.items() if name not in self.fixed()}
         return flags
 
@@ -186,7 +186,7 @@ class FlagTable:
         check_model_flags(config)
 
         recipe_of_preset = self.presets[config.preset].flags.get("recipe", config.recipe)
-        if recipe_of_preset != config.recipe:
+        if recipe_of_preset != config.recipe and not config.eval_only:
             raise UserError(f"--preset {config.preset} is for --recipe {recipe_of_preset}, not for "
                             f"{config.recipe}: leave --recipe out, or choose another --preset")
         if config.min_lr != "auto" and config.min_lr > config.max_lr:

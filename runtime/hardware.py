@@ -106,7 +106,8 @@ def device_name(device: str) -> str:
 def choose_dtype(name: str, device: str, before: str = "") -> str:
     """`name`; for 'auto' the 16-bit dtype whose products are fast on the hardware, else float32.
 
-    `before` is that of the run which resumes. A CPU keeps it, if it has instructions for it.
+    `before` is the dtype of the run that resumes, or "". A CPU goes on in it, if it has the
+    instructions; other devices choose anew.
     """
     if name != "auto":
         return name
@@ -117,17 +118,18 @@ def choose_dtype(name: str, device: str, before: str = "") -> str:
     if device != "cpu":
         return "float32"
 
-    if before == "float32" or (before == "bfloat16" and bfloat16_of_cpu() != NO_BFLOAT16):
+    kind = bfloat16_of_cpu()
+    if before == "float32" or (before == "bfloat16" and kind in FAST_BFLOAT16 + SLOW_BFLOAT16):
         return before
-    if bfloat16_of_cpu() in FAST_BFLOAT16:
+    if kind in FAST_BFLOAT16:
         return "bfloat16"
     return "float32"
 
 
-# What bfloat16_of_cpu says of CPUs on which products in bfloat16 are faster than in float32, and of
-# those that have no instruction for it.
+# What bfloat16_of_cpu says of CPUs on which products in bfloat16 take less time than in float32,
+# and of those on which they take more, but are as exact.
 FAST_BFLOAT16 = ("AMX", "AMD's AVX512-BF16")
-NO_BFLOAT16 = "no bfloat16"
+SLOW_BFLOAT16 = ("Intel's AVX512-BF16",)
 
 
 def bfloat16_of_cpu() -> str:
@@ -136,29 +138,34 @@ def bfloat16_of_cpu() -> str:
     if features.get("amx_bf16"):
         return "AMX"
     if features.get("avx512_bf16"):
-        # AMD's cores are 2.5 times as fast with it as in float32. Intel's are only half as fast,
-        # where a virtual machine hides their AMX (docs/speed.md, "A step on a CPU").
+        # Where a virtual machine hides their AMX, Intel's cores are slower with it than in float32
+        # (docs/speed.md, "A step on a CPU").
         if is_amd():
             return "AMD's AVX512-BF16"
         return "Intel's AVX512-BF16"
     if features.get("bf16"):
         return "ARM's bfloat16"         # rounds between blocks of 512 terms (docs/running.md)
-    return NO_BFLOAT16
+    return "no bfloat16"
 
 
-def agreed_dtype(dtype: str, process) -> str:
-    """What all ranks compute in, where 'auto' is `dtype` on this one: what rank 0 has chosen.
+def agreed_dtype(asked: str, chosen: str, process) -> str:
+    """The dtype in which all ranks compute: where `asked` is "auto", that of rank 0.
 
-    A rank whose CPU has no bfloat16 keeps float32: then the ranks differ, which ends all of them.
+    `chosen` is what this rank would choose. One whose CPU cannot follow keeps its own choice: then
+    the ranks differ, which check_ranks_agree tells.
     """
-    dtypes = process.gather(dtype)
-    agreed = choose_dtype("auto", process.device, before=dtypes[0])
+    choices = process.gather(chosen)
+    of_master = choices[0]
+    if asked != "auto" or chosen == of_master:
+        agreed = chosen
+    else:
+        agreed = choose_dtype("auto", process.device, before=of_master)
 
-    changed = process.gather(agreed != dtype)
-    if any(changed):
-        rank = changed.index(True)
-        process.print0(f"process {rank} computes in {dtypes[0]}, as process 0 does: its own choice "
-                       f"would be {dtypes[rank]}")
+    for rank, choice in enumerate(choices):
+        if choice != of_master:
+            process.print0(f"process 0 has chosen {of_master} for all processes; process {rank} by "
+                           f"itself would compute in {choice}")
+            break
     return agreed
 
 

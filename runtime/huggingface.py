@@ -122,11 +122,12 @@ def check_hub_name(name: str) -> None:
         if "metrics.csv" in names:
             names.append("best")                # of a run, and no file
         near = difflib.get_close_matches(Path(name).name, names)
-        hint = ""
         if near:
-            hint = f", which has {' and '.join(near)}"
-        raise UserError(f"{name} is not there, and it is no name on the Hugging Face hub, because "
-                        f"{folder} is a folder here{hint}: check the path")
+            raise UserError(f"{name} is not there, but {folder} has {' and '.join(near)}: check "
+                            "the path")
+        if "metrics.csv" in names:
+            raise UserError(f"{name} is not there, and {folder} is the folder of a run: check the "
+                            "path")
 
     if name.count("/") > 1:
         raise UserError(f"{name} is neither a file nor a folder: check the path")

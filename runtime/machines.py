@@ -15,7 +15,7 @@ from threading import Timer
 
 import torch.distributed as dist
 
-from runtime.cli import RunError, print_error
+from runtime.cli import RunError, UserError, print_error
 from runtime.ranks import Process
 
 SILENCE = 120           # seconds without an answer after which a machine counts as gone
@@ -26,7 +26,14 @@ WAIT_TOLD_AFTER = 10    # seconds in which processes that were started together 
 # ----------------------------------------------------------------------- finding each other
 
 def shared_store(process: Process, timeout: timedelta) -> dist.Store:
-    """The store by which the ranks of this start find each other."""
+    """The store by which the ranks of this start find each other.
+
+    UserError if the environment does not say where it is.
+    """
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise UserError(f"WORLD_SIZE is {process.world_size}, and {name} is not set: start "
+                            "several processes with torchrun, or one with `env -u WORLD_SIZE`")
     warning = Timer(WAIT_TOLD_AFTER, tell_that_it_waits, [process])
     warning.daemon = True
     warning.start()
@@ -159,22 +166,23 @@ def rank_of_address(process: Process, text: str) -> int | None:
         if (host, port) not in addresses and (host, swapped) not in addresses:
             continue
         # Each machine has a 127.0.0.1 of its own.
-        if not is_loopback(host) or process.machines[rank] == own_machine:
+        is_possible = not is_loopback(host) or process.machines[rank] == own_machine
+        if is_possible and rank != process.rank:
             return rank
     return None
 
 
 def silent_machines(process: Process) -> list[str]:
     """The names of the other ranks' machines that do not answer now."""
-    ports = {}                                  # {machine: {host: port}}
+    ports_of = {}                               # {machine: {host: port}}, without 127.0.0.1
     for machine, addresses in zip(process.machines, process.addresses, strict=True):
         to_others = {host: port for host, port in addresses if not is_loopback(host)}
-        ports.setdefault(machine, {}).update(to_others)
+        ports_of.setdefault(machine, {}).update(to_others)
 
-    ports.pop(process.machines[process.rank], None)
+    ports_of.pop(process.machines[process.rank], None)
     with ThreadPoolExecutor() as executor:
-        silent = executor.map(is_silent, ports.values())
-        return [machine for machine, is_gone in zip(ports, silent, strict=True) if is_gone]
+        silent = executor.map(is_silent, ports_of.values())
+        return [machine for machine, is_gone in zip(ports_of, silent, strict=True) if is_gone]
 
 
 def is_silent(ports: dict) -> bool:

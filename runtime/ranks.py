@@ -46,7 +46,7 @@ class Process:
     local_rank: int = 0         # among those of this machine
     world_size: int = 1
     device: str = "cpu"
-    signal: str = ""            # the last one that asked this process to stop
+    signal: str = ""            # one that asked this process to stop: Ctrl-C, or the last one
     machines: list = field(default_factory=list)    # the name of each rank's machine
     addresses: list = field(default_factory=list)   # of each rank, [(host, port)]
     rounds_differently: bool = False    # whether another rank has been found to; it was said
@@ -182,13 +182,15 @@ class Process:
     def on_signal(self, number, frame) -> None:
         name = signal.Signals(number).name
 
-        # A second Ctrl-C ends the process at once. Not of several ranks: torchrun passes on the
-        # terminal's Ctrl-C, so that it comes twice, and ends its processes itself. A second SIGTERM
-        # does not: before it kills a job Slurm sends two within 0.1 s, and waits for 30 s.
+        # A second Ctrl-C ends a single process at once. A second SIGTERM does not, because Slurm
+        # sends two within 0.1 s, and kills only 30 s later. Of several ranks a second Ctrl-C does
+        # not, either: torchrun passes on the terminal's, so that it comes twice, and ends its
+        # processes itself.
         if name == "SIGINT" and self.signal == "SIGINT" and self.world_size == 1:
             os._exit(128 + number)
 
-        self.signal = name
+        if self.signal != "SIGINT":                 # a second one is known by the first
+            self.signal = name
         if self.is_master:
             try:
                 # Not print: the signal may have interrupted one.

@@ -185,6 +185,8 @@ def check_other_files(folder: str | Path, split: str) -> None:
     """UserError if a folder without shards has tokens, by another name or of another program."""
     for name in sorted(os.listdir(folder)):
         path = Path(folder, name)
+        if name.startswith(".") or not path.is_file():
+            continue
         kind = ""
         if path.suffix == ".ds":
             kind = "is datatrove's"
@@ -193,8 +195,8 @@ def check_other_files(folder: str | Path, split: str) -> None:
         elif path.suffix == ".npy":
             kind = "has no header, as those of OLMo"
         if path.suffix in (".npy", ".bin") and suffix_by_header(path):
-            kind = "has not the name of a shard"
-        if kind and not name.startswith("."):
+            kind = "does not have the name of a shard"
+        if kind:
             raise UserError(f"{path} {kind}: {conversion(path, split)}")
 
 
@@ -212,7 +214,7 @@ def suffix_by_header(path: Path) -> str:
 def raw_dtype(path: Path) -> str:
     """'<u4' of a file of 32-bit tokens, whose upper halves are below 4, and '<u2' of others."""
     numbers = np.fromfile(path, "<u2", 2 * SAMPLE)
-    if numbers[1::2].max(initial=0) < 4:
+    if numbers[1::2].max(initial=0) < 4 <= numbers[0::2].max(initial=0):
         return "<u4"
     return "<u2"
 

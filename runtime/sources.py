@@ -80,9 +80,9 @@ def find_files(
         matched = [path for path in matched if os.path.realpath(path) != manifest
                    and not SHARD_NAME.match(path.name)]
         texts = [path for path in matched if is_text(path)]
-        others = [path for path in texts if os.path.realpath(path) not in held_back]
-        check_splits(flag, pattern, others, meant)
-        check_kinds(flag, pattern, others)
+        not_held_back = [path for path in texts if os.path.realpath(path) not in held_back]
+        check_splits(flag, pattern, not_held_back, meant)
+        check_kinds(flag, pattern, not_held_back)
         texts = [path for path in texts if path in meant]
         unread[pattern] = set(matched).difference(texts)
         if not texts:
@@ -146,9 +146,9 @@ def check_splits(flag: str, pattern: str, texts: list[Path], meant: set[Path]) -
 def splits_of_name(path: Path) -> Iterator[tuple[str, tuple[str, ...], str]]:
     """Yields (split, group, a glob of the split) for each split that a path may be named after.
 
-    The group is the other words of the name: train and test in one folder are splits of one text
-    if their groups are the same. Files whose name begins or ends with a split are in the group ()
-    as well."""
+    The group is the name without that word: en_train and en_test are splits of one text, en_train
+    and fr_test are not. A file whose name begins or ends with the word is also in the group (),
+    with all such files of its folder."""
     folder = glob.escape(str(path.parent))
     kind = ending(path)
     is_file = kind in KINDS
@@ -228,7 +228,8 @@ def saved_files(folder: Path, split: str) -> list[Path]:
     with reading(path, remedy):
         state = json.loads(read_text(path))
         files = [folder / file["filename"] for file in state["_data_files"]]
-        # Up to 1.13 `datasets` lists selected and shuffled rows. 1.17 passes over the list.
+        # Up to 1.13 `datasets` kept selected or shuffled rows as a list of their numbers. 1.17
+        # ignores the list, and would read all rows.
         has_indices = bool(state.get("_indices_data_files"))
     if has_indices:
         raise UserError(

@@ -170,7 +170,7 @@ def read_jsonl(path: Path, field: str) -> Rows:
 
 
 def check_field(field: str, names: Iterable[str], where: str) -> None:
-    """UserError unless `where`, a part of a file, has one field or column of this name."""
+    """UserError unless `where`, a file or a place in it, has one field or column of this name."""
     names = list(names)
     if names.count(field) > 1:
         raise UserError(f"{where} has {field!r} {names.count(field)} times: rename the others")

@@ -100,6 +100,8 @@ def read_checkpoint(
             with warnings.catch_warnings(action="ignore"), allowed:
                 checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except pickle.UnpicklingError as error:
+            # torch says "Unsupported global: GLOBAL module.Class", or of DTensors which module
+            # "must be imported to load" them.
             refused = re.search(r"(?:GLOBAL|imported to load) (DTensor|\S+)", str(error))
             if refused is None:
                 raise
@@ -198,13 +200,14 @@ def gpt2_of_others(checkpoint: dict, path: str | Path) -> tuple[dict, dict]:
     the number of heads: then these are of 64 numbers, as in GPT-2.
     """
     found = [key for key in ("model", "state_dict", "model_state_dict") if key in checkpoint]
-    weights = checkpoint                                # a state dict alone
     if found:
         weights = checkpoint[found[0]]
+    else:
+        weights = checkpoint                            # the file is a state dict alone
     weights = gpt2_in_our_names(weights)
 
     gelu = "tanh"
-    settings = checkpoint.get("config", {})
+    settings = checkpoint.get("config") or checkpoint.get("hyper_parameters") or {}  # Lightning's
     if "model_args" in checkpoint:                      # nanoGPT's
         gelu = "none"
         settings = checkpoint["model_args"]
@@ -223,7 +226,7 @@ def gpt2_of_others(checkpoint: dict, path: str | Path) -> tuple[dict, dict]:
         if is_rank_0():
             print_error(f"{path} does not say how many heads it has: {n_embd // 64} are taken, of "
                         f"64 numbers each, as in GPT-2, and GELU(approximate={gelu!r})")
-    return sizes | settings | {"gelu": gelu}, weights
+    return sizes | {"gelu": gelu} | settings, weights
 
 
 def zero_biases(weights: dict) -> dict:

@@ -357,7 +357,7 @@ def test_files_have_the_rows_of_arrays_and_each_is_read_once_an_epoch(kind, tmp_
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_two_shards_are_in_memory_while_the_next_is_read_and_nothing_of_large_ones(
         epoch, most_in_memory, shards, tmp_path, monkeypatch):
-    monkeypatch.setattr(dataloader, "MOST_IN_MEMORY", most_in_memory)
+    monkeypatch.setattr(dataloader, "LARGEST_IN_MEMORY", most_in_memory)
     monkeypatch.setattr(dataloader, "SAMPLE_TOKENS", 1000)
     n = 1_000_000
     for i in range(3):
@@ -385,17 +385,18 @@ def test_large_shards_that_are_read_by_sequences_have_those_of_small_ones(readin
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         for i, shard in enumerate(shards):
             write_shard(Path(folder, f"x_train_{i:06d}.bin"), shard)
-        patch.setattr(dataloader, "MOST_IN_MEMORY", 10)
+        patch.setattr(dataloader, "LARGEST_IN_MEMORY", 10)
         large = TokenDataset(list_shards(folder, "train"), *others)
         small = TokenDataset(*reading)
         n = 3 * small.total
         assert large.read(0, n).tolist() == small.read(0, n).tolist()
 
 
-@pytest.mark.parametrize("change, problem", [("token", "token 300"), ("end", "changed during")])
+@pytest.mark.parametrize("change, problem", [
+    ("token", "token 300"), ("end", "changed during"), ("cut", "changed during")])
 def test_of_a_large_shard_each_sequence_is_checked_and_in_each_epoch_both_ends(
         change, problem, tmp_path, monkeypatch):
-    monkeypatch.setattr(dataloader, "MOST_IN_MEMORY", 10)
+    monkeypatch.setattr(dataloader, "LARGEST_IN_MEMORY", 10)
     monkeypatch.setattr(dataloader, "SAMPLE_TOKENS", 10)
     monkeypatch.setattr(dataloader, "DIGEST_TOKENS", 10)
     tokens = np.arange(100, dtype=np.uint16)
@@ -408,6 +409,8 @@ def test_of_a_large_shard_each_sequence_is_checked_and_in_each_epoch_both_ends(
     if change == "end":
         tokens[95] += 1
         write_shard(tmp_path / "x_train_000001.npy", tokens)
+    if change == "cut":                         # in the middle of its epoch
+        monkeypatch.setattr(dataloader, "read_shard", lambda path, first, count: tokens[:5])
     with pytest.raises(UserError, match=f"x_train_000001.npy.*{problem}"):
         dataset.read(6, dataset.total)
 

@@ -510,6 +510,12 @@ def test_eval_only_takes_the_run_and_not_what_a_preset_begins_with(
     refused(lambda: train(*flags, "--out", tmp_path), "--init", "--out")
 
 
+def test_eval_only_takes_a_model_of_another_recipe_than_its_preset(evaluated_run, words, capsys):
+    train(*words[:2], "--eval_only", "--preset", "shakespeare", "--init", evaluated_run,
+          "--val_tokens", 5 * T, "--device", "cpu")
+    assert f"{5 * T} tokens" in capsys.readouterr().out
+
+
 def test_eval_only_needs_a_model_and_no_training_shards(evaluated_run, words, tmp_path, capsys):
     _, data = words[:2]
     shutil.copy(data / "text_val_000000.npy", tmp_path)

@@ -301,6 +301,7 @@ def test_a_rank_that_dies_on_the_same_machine_is_named(byte_data, tmp_path):
     (f"closed by peer [10.0.0.2]:{0x581B}. GLHF", 1),       # 7000 is 0x1B58
     ("closed by peer [127.0.0.1]:7001", 2),                 # not that of the other machine
     ("closed by peer [10.0.0.2]:7002", None),
+    ("from [10.0.0.3]:7002 to another", None),              # its own
     ("closed by peer [10.0.0.2]:7000000", None),
     ("out of [memory]:3", None),
     ("mat1 and mat2 shapes cannot be multiplied", None),

@@ -417,6 +417,15 @@ def test_who_waits_long_without_torchrun_says_for_how_many_and_where(
         assert word in line
 
 
+@pytest.mark.parametrize("missing", ["MASTER_ADDR", "MASTER_PORT"])
+def test_a_process_that_does_not_know_where_the_others_are_says_so(
+        missing, environment, monkeypatch):
+    environment("WORLD_SIZE=4 RANK=0 MASTER_ADDR=10.0.0.7 MASTER_PORT=29500")
+    monkeypatch.delenv(missing)
+    with pytest.raises(UserError, match=f"{missing}.*torchrun"):
+        train_gpt2.start_process("cpu")
+
+
 def test_ranks_wait_an_hour_for_what_rank_0_downloads(environment, monkeypatch):
     given = {}
     environment("WORLD_SIZE=2 RANK=1 TORCHELASTIC_RUN_ID=none")

@@ -344,7 +344,7 @@ SAME = ["--data", "data", *BYTES, "--max_steps", 4, "--out", "log"]
 
 
 @pytest.mark.parametrize("flags", [
-    ["--batch_size", 2], ["--recipe", "speedrun"], ["--init", "log"],
+    ["--batch_size", 2], ["--recipe", "speedrun"], ["--init", "log"], ["--dtype", "bfloat16"],
 ])
 def test_ranks_with_other_flags_are_told_so_once_before_the_first_step(flags, two_machines):
     line = told_by_two_machines(two_machines, SAME, second_flags=flags)
@@ -373,7 +373,7 @@ def test_a_rank_whose_cpu_is_faster_otherwise_computes_as_rank_0_does(
 
     text = results[0][1]
     assert f"), {dtype} (" in text
-    told = re.findall(r"process 1 computes in (\w+), .* (\w+)\n", text)
+    told = re.findall(r"process 0 has chosen (\w+) .*process 1 .* (\w+)\n", text)
     expected = []
     if other:
         expected.append((dtype, other))

@@ -132,6 +132,14 @@ def test_tokens_of_32_bits_by_nanogpts_names_are_refused_with_their_conversion(
     assert converted(line, tmp_path, name.removesuffix(".bin")) == (TOKENS + 40_000).tolist()
 
 
+def test_tokens_of_a_tiny_vocabulary_are_not_taken_for_halves_of_others(tmp_path):
+    """The four letters of DNA, say."""
+    tokens = np.arange(200, dtype="<u2") % 4
+    tokens.tofile(tmp_path / "train.bin")
+    assert read_shard(tmp_path / "train.bin").tolist() == tokens.tolist()
+    assert count_tokens(tmp_path / "train.bin") == 200
+
+
 def converted(line, folder, split):
     """The tokens of the shard that the line of Python in a message makes."""
     new = folder / "made"

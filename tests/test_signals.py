@@ -204,6 +204,7 @@ def test_what_stops_between_two_evaluations_of_a_step_makes_both_again(evaluated
 
 @pytest.mark.parametrize("names, code", [
     (["SIGINT", "SIGINT"], 130),
+    (["SIGINT", "SIGTERM", "SIGINT"], 130),
     (["SIGUSR1", "SIGTERM"], 0),                # Slurm's warning, and then its end
     (["SIGHUP", "SIGHUP"], 0),
     (["SIGTERM", "SIGCONT", "SIGTERM"], 0),     # Slurm's end without a warning

@@ -163,9 +163,12 @@ def test_a_state_dict_without_sizes_has_those_of_its_shapes_and_heads_of_64(
     assert "2 are taken" in capsys.readouterr().err
 
 
-def test_a_config_that_is_a_dict_says_how_many_heads_there_are(tmp_path, capsys):
-    theirs = transformers_model()
-    content = {"model": our_model(theirs).state_dict(), "config": TINY}
+@pytest.mark.parametrize("name", ["config", "hyper_parameters"])       # that is Lightning's
+@pytest.mark.parametrize("activation, gelu", [("gelu_new", {}), ("gelu", {"gelu": "none"})])
+def test_settings_that_are_a_dict_say_how_many_heads_there_are_and_which_gelu(
+        name, activation, gelu, tmp_path, capsys):
+    theirs = transformers_model(activation)
+    content = {"state_dict": our_model(theirs).state_dict(), name: TINY | gelu}
     assert_loads_as(theirs, save(tmp_path / "a.pt", content))
     assert capsys.readouterr().err == ""
 
