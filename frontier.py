@@ -196,8 +196,7 @@ class Pointer(nn.Module):
 
         T, S, C = q.size(1), k.size(1), k.size(2)
         cosines = (q @ k.mT).float() / C                                        # (B, T, S)
-        # The tokens before. A prediction that may copy its own token can run on: "LORDORDORD".
-        sees = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T - 1)
+        sees = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
         scores = (self.scale * cosines).masked_fill(~sees, float("-inf"))
         sentinel = self.sentinel_bias + (x.float() @ self.sentinel) / C**0.5    # (B, T)
         shares = F.softmax(torch.cat((scores, sentinel[:, :, None]), dim=2), dim=2)

@@ -187,13 +187,12 @@ class Pointer(nn.Module):
         k = F.pad(k[:, :-1], (0, 0, 1, 0)).masked_fill(starts[:, :, None], 0)
         k = norm(k + e)                                                         # (B, S, C)
 
-        T, S, C = q.size(1), k.size(1), k.size(2)
+        C = x.size(2)
         scores = self.scale * (q @ k.mT).float() / C                            # (B, T, S)
-        # No token copies itself.
-        scores = scores.masked_fill(~mask.tril(S - T - 1), float("-inf"))
+        scores = scores.masked_fill(~mask, float("-inf"))
         sentinel = self.sentinel_bias + (x.float() @ self.sentinel.float()) / C**0.5
-        shares = F.softmax(torch.cat((scores, sentinel[:, :, None]), dim=2), dim=2)
-        return shares[:, :, :-1], shares[:, :, -1]
+        total = torch.logaddexp(scores.logsumexp(dim=2), sentinel)              # (B, T)
+        return torch.exp(scores - total[:, :, None]), torch.exp(sentinel - total)
 
 
 # ---------------------------------------------------------------------- models

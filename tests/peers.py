@@ -302,7 +302,7 @@ def plain_pointer(weights, x, table, row, logits):
     C = x.size(1)
     probabilities = []
     for t in range(len(row)):
-        scores = [w["scale"] * (q[t] @ k[s]) / C for s in range(t)]
+        scores = [w["scale"] * (q[t] @ k[s]) / C for s in range(t + 1)]
         scores.append(w["sentinel_bias"] + x[t] @ w["sentinel"] / math.sqrt(C))
         *copies, share = torch.stack(scores).softmax(0)
         p = share * logits[t].softmax(0)
