@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from presets import next_command
+from presets import length_that_fits, next_command
 from runtime.cli import FlagParser, UserError, check_range, run_command, user_path
 from runtime.files import remove_leftovers
 from runtime.lock import lock_folder
@@ -434,7 +434,11 @@ def print_summary(out: Path, empty_rows: int, val_only: bool) -> None:
     print(line)
     if val_only:
         data = shlex.quote(str(out))
-        print(f"next: python train_gpt2.py --eval_only --init gpt2 --data {data}")
+        command = f"next: python train_gpt2.py --eval_only --init gpt2 --data {data}"
+        length = length_that_fits(1024, max(val))
+        if length < 1024:
+            command += f" --sequence_length {length}"
+        print(command)
     else:
         print(next_command(out, val, train))
 

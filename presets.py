@@ -113,11 +113,8 @@ def next_command(out: Path, val: list[int], train: list[int]) -> str:
     else:
         preset = "gpt2"
 
-    # A sequence and its last target must fit into a shard of either split.
     preset_block_size = PRESETS[preset].flags.get("block_size", 1024)
-    block_size = preset_block_size
-    while block_size + 1 > min(max(val), max(train)):
-        block_size //= 2
+    block_size = length_that_fits(preset_block_size, min(max(val), max(train)))
 
     data = shlex.quote(str(out))
     log = shlex.quote(f"log/{out.resolve().name}")
@@ -136,6 +133,13 @@ def next_command(out: Path, val: list[int], train: list[int]) -> str:
     if block_size < preset_block_size:
         command += f" --block_size {block_size}"
     return command
+
+
+def length_that_fits(length: int, tokens: int) -> int:
+    """`length`, halved until a sequence and its last target fit into a shard of so many tokens."""
+    while length + 1 > tokens:
+        length //= 2
+    return length
 
 
 def steps_of_epochs(epochs: int, tokens: int) -> int:
