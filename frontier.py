@@ -357,6 +357,11 @@ class FrontierGPT(ModernLanguageModel):
             e = norm(self.sums_of_rows(tokens[:, -T:]).to(x.dtype)).detach()
             return self.pointer(x, e, starts, past)
 
+    def flops_per_token(self, sequence_length):
+        # The pointer's scores are one product of (T, C) and (C, T); attention has two in each layer.
+        scores = 6 * self.config.n_embd * sequence_length
+        return super().flops_per_token(sequence_length) + scores
+
     def configure_optimizers(self, max_lr, weight_decay, dtype, tokens):
         """[Adam, Muon]. `tokens`: those of the largest batch. `dtype`: of Muon's iteration."""
         # The tied embedding and the parts have half of the learning rate of speedrun's head.
