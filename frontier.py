@@ -358,7 +358,7 @@ class FrontierGPT(ModernLanguageModel):
             return self.pointer(x, e, starts, past)
 
     def flops_per_token(self, sequence_length):
-        # The pointer's scores are one product of (T, C) and (C, T); attention has two in each layer.
+        # The pointer's scores are one product, (T, C) by (C, T). Attention has two in each layer.
         scores = 6 * self.config.n_embd * sequence_length
         return super().flops_per_token(sequence_length) + scores
 
