@@ -116,6 +116,7 @@ side_group = []
 
 if IS_ALONE:
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=os.environ["NULL_GPU_RANKS"])
+    os.environ.update(MASTER_ADDR="nowhere", MASTER_PORT="0")       # nobody calls there
     os.environ["TORCHELASTIC_RUN_ID"] = "of one process"
 
 
