@@ -199,8 +199,10 @@ class Pointer(nn.Module):
         sees = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
         scores = (self.scale * cosines).masked_fill(~sees, float("-inf"))
         sentinel = self.sentinel_bias + (x.float() @ self.sentinel) / C**0.5    # (B, T)
-        shares = F.softmax(torch.cat((scores, sentinel[:, :, None]), dim=2), dim=2)
-        return shares[:, :, :-1], shares[:, :, -1]
+
+        # A softmax over the scores and the sentinel.
+        total = torch.logaddexp(scores.logsumexp(dim=2), sentinel)              # (B, T)
+        return torch.exp(scores - total[:, :, None]), torch.exp(sentinel - total)
 
 
 # ---------------------------------------------------------------------- the model
