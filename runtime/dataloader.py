@@ -118,11 +118,13 @@ class TokenDataset:
     def _check_ids(self, i, tokens):
         largest = tokens.max(initial=0)
         if largest >= self.vocab_end:
+            whose = "GPT-2's"
             remedy = "make the shard again with GPT-2's tokenizer"
             if self.vocab_end < VOCAB_SIZE:
+                whose = "the model's"
                 remedy += ", or raise --vocab_size"
-            raise UserError(f"{self.names[i]} contains token {largest}, but the model's largest "
-                            f"token is {self.vocab_end - 1}: {remedy}")
+            raise UserError(f"{self.names[i]} contains token {largest}, but {whose} largest token "
+                            f"is {self.vocab_end - 1}: {remedy}")
 
     def _order(self, n, *key):
         if not self.shuffle:

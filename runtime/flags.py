@@ -356,5 +356,8 @@ def check_model_flags(config) -> None:
 
     length = config.sequence_length
     if length != "auto" and length > config.block_size:
+        remedy = "lower --sequence_length"
+        if config.init == "scratch" and not config.eval_only:
+            remedy += " or raise --block_size"
         raise UserError(f"--sequence_length {length} must not be above --block_size "
-                        f"{config.block_size}: lower --sequence_length or raise --block_size")
+                        f"{config.block_size}: {remedy}")

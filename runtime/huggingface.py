@@ -349,6 +349,7 @@ def export_files(model) -> dict[str, bytes]:
         config |= {"bos_token_id": EOT, "eos_token_id": EOT}
         files = tokenizer_files(model.config.block_size)
     else:
+        config |= {"bos_token_id": None, "eos_token_id": None}      # transformers' are GPT-2's
         print_error(f"a vocabulary of {config['vocab_size']} tokens is not GPT-2's: the model is "
                     "exported without a tokenizer")
     config["dtype"] = "float32"

@@ -234,10 +234,10 @@ def conversion(path: Path, split: str = "") -> str:
     if largest >= VOCAB_SIZE:
         return (f"they are another tokenizer's tokens (found {largest}, and GPT-2's largest is "
                 f"{EOT}): make shards of the text with `python fineweb.py --input YOUR_TEXT`")
-    return ("if they are GPT-2's tokens, make a folder NEW, and convert them in Python: "
-            "import numpy as np; from runtime.shards import write_shard; "
+    return ("if they are GPT-2's tokens, convert this file, and then that of the other split, in "
+            "Python: import os, numpy as np; from runtime.shards import write_shard; "
             f"t = np.fromfile({str(path)!r}, '{dtype}'); assert t.max() < {VOCAB_SIZE}; "
-            f"write_shard('NEW/{shard}.npy', t)")
+            f"os.makedirs('NEW', exist_ok=True); write_shard('NEW/{shard}.npy', t)")
 
 
 def file_sha256(path: str | Path) -> str:

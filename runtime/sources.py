@@ -82,7 +82,7 @@ def find_files(
         texts = [path for path in matched if is_text(path)]
         not_held_back = [path for path in texts if os.path.realpath(path) not in held_back]
         check_splits(flag, pattern, not_held_back, meant)
-        check_kinds(flag, pattern, not_held_back)
+        check_kinds(flag, pattern, not_held_back, meant)
         texts = [path for path in texts if path in meant]
         unread[pattern] = set(matched).difference(texts)
         if not texts:
@@ -107,12 +107,15 @@ def is_text(path: Path) -> bool:
     return path.is_file() and ending(path) in KINDS
 
 
-def check_kinds(flag: str, pattern: str, texts: list[Path]) -> None:
+def check_kinds(flag: str, pattern: str, texts: list[Path], meant: set[Path]) -> None:
     """UserError if one path, folder or glob has files of several kinds, such as the README.md of a
     dataset and its .parquet: those of one kind are about the others."""
     if len({READERS.get(ending(path)) for path in texts}) > 1:
+        its_glob = f"*{texts[-1].suffix}"
+        if texts[-1] not in meant:              # it lies in a subfolder
+            its_glob = f"**/{its_glob}"
         raise UserError(f"--{flag} {pattern} has files of several kinds ({count_endings(texts)}): "
-                        f"name those that hold the text, as in 'FOLDER/*{texts[-1].suffix}'")
+                        f"name those that hold the text, as in 'FOLDER/{its_glob}'")
 
 
 def count_endings(paths: Iterable[Path]) -> str:

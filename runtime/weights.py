@@ -106,7 +106,8 @@ def read_checkpoint(
             if refused is None:
                 raise
             raise UserError(f"{path} contains a {refused[1]} (expected tensors and plain values): "
-                            "save it again without that, NumPy's numbers as float(x), and "
+                            "save it again without that, a model as its state_dict(), NumPy's "
+                            "numbers as float(x), and "
                             "DTensors as x.full_tensor()") from None
 
         if not isinstance(checkpoint, dict):
@@ -221,7 +222,10 @@ def gpt2_of_others(checkpoint: dict, path: str | Path) -> tuple[dict, dict]:
         "block_size": len(weights["transformer.wpe.weight"]),
         "vocab_size": vocab_size,
     }
-    if "n_head" not in settings and n_embd % 64 == 0:
+    if "n_head" not in settings:
+        if n_embd % 64 != 0:
+            raise UserError(f"{path} does not say how many heads it has: save "
+                            "{'model': state_dict, 'config': {'n_head': ...}}")
         sizes["n_head"] = n_embd // 64
         if is_rank_0():
             print_error(f"{path} does not say how many heads it has: {n_embd // 64} are taken, of "

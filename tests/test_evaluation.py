@@ -510,6 +510,12 @@ def test_eval_only_takes_the_run_and_not_what_a_preset_begins_with(
     refused(lambda: train(*flags, "--out", tmp_path), "--init", "--out")
 
 
+def test_a_model_that_is_there_is_not_to_be_made_longer(evaluated_run, words):
+    flags = [*words[:2], "--eval_only", "--init", evaluated_run, "--sequence_length", 4096]
+    line = refused(lambda: train(*flags), "--sequence_length")
+    assert "raise" not in line
+
+
 def test_eval_only_takes_a_model_of_another_recipe_than_its_preset(evaluated_run, words, capsys):
     train(*words[:2], "--eval_only", "--preset", "shakespeare", "--init", evaluated_run,
           "--val_tokens", 5 * T, "--device", "cpu")

@@ -159,8 +159,16 @@ def test_files_of_several_kinds_are_refused_and_those_of_one_are_named(names, on
     """Those of one kind are about the others: the README of a dataset, say."""
     write(*[f"in/{name}" for name in names])
     for pattern in ("in", "in/**"):
-        assert f"--input {pattern} has files of several kinds" in refusal(pattern)
+        line = refusal(pattern)
+        assert f"--input {pattern} has files of several kinds" in line
     assert all(path.endswith(one_kind.rpartition("*")[2]) for path in found(one_kind))
+
+
+@pytest.mark.parametrize("names", [["README.md", "train/a.jsonl"], ["a.txt", "b.jsonl"]])
+def test_the_glob_that_is_proposed_for_one_of_several_kinds_is_read(names):
+    write(*[f"in/{name}" for name in names])
+    _, proposed, _ = refusal("in").rsplit("'", 2)
+    assert found(proposed.replace("FOLDER", "in")) == [f"in/{names[1]}"]
 
 
 # ------------------------------------------------------------------------- splits
