@@ -332,9 +332,9 @@ class Data:
         """The first line of the validation shards that is not blank, to begin samples with.
 
         It has its line end, because training has seen lines with theirs. Of a long line it is the
-        first PROMPT_TOKENS tokens. "" without validation shards, or if the tokens are not GPT-2's.
+        first PROMPT_TOKENS tokens. "" without validation shards.
         """
-        if not self.val or self.val.vocab_end < VOCAB_SIZE:
+        if not self.val:
             return ""
         tokens = self.val.read(0, 1)[0]
         for document in np.split(tokens, np.flatnonzero(tokens == EOT)):

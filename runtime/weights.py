@@ -106,9 +106,8 @@ def read_checkpoint(
             if refused is None:
                 raise
             raise UserError(f"{path} contains a {refused[1]} (expected tensors and plain values): "
-                            "save it again without that, a model as its state_dict(), NumPy's "
-                            "numbers as float(x), and "
-                            "DTensors as x.full_tensor()") from None
+                            "save it again without that: a model as its state_dict(), NumPy's "
+                            "numbers as float(x), DTensors as x.full_tensor()") from None
 
         if not isinstance(checkpoint, dict):
             raise UserError(f"{path} {OTHER_KIND}")

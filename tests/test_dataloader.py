@@ -627,14 +627,17 @@ def test_the_first_line_of_the_validation_shards_begins_samples(documents, line)
     assert Data(None, val).first_line() == line
 
 
-def test_without_validation_shards_of_gpt2s_tokens_there_is_no_first_line():
-    dataset = TokenDataset(numbered_shards(100), 8, vocab_size=256)
+def test_without_validation_shards_there_is_no_first_line():
+    dataset = TokenDataset(numbered_shards(100), 8)
     assert Data(dataset).first_line() == ""
-    assert Data(dataset, dataset).first_line() == ""
 
 
 def test_no_prompt_can_be_written_in_tokens_that_are_not_gpt2s():
     config = flags("nowhere", vocab_size=256)
     assert Data(None).choose_prompt(config) == ""
-    config.vocab_size = 50304
+    config.sample_prompt = "auto"
+    dataset = TokenDataset(numbered_shards(100), 8, vocab_size=256)
+    assert Data(dataset, dataset).choose_prompt(config) == ""
+
+    config = flags("nowhere", vocab_size=50304)
     assert Data(None).choose_prompt(config) == config.sample_prompt
