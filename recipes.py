@@ -8,7 +8,7 @@ import torch
 import frontier
 import speedrun
 from model import GPT
-from runtime.checkpoint import model_from_checkpoint
+from runtime.checkpoint import model_from_checkpoint, warn_of_backwards
 from runtime.cli import UserError
 from runtime.huggingface import from_huggingface
 from runtime.language_model import LanguageModel
@@ -79,7 +79,10 @@ def load_model(source: str | Path) -> LanguageModel:
     path = find_checkpoint(source)
     if path is None or path.is_dir():
         return from_huggingface(path or source, models())
-    return model_from_checkpoint(read_checkpoint(path), path, models())
+    checkpoint = read_checkpoint(path)
+    model = model_from_checkpoint(checkpoint, path, models())
+    warn_of_backwards(checkpoint, path)
+    return model
 
 
 def check_tokens(model: LanguageModel, source: str) -> None:

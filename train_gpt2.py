@@ -329,7 +329,7 @@ def save(step: int, run: Run) -> None:
             "dtype": run.config.dtype,              # but for this on a CPU
             "step": step,
             "tokens": run.schedule.tokens_before(step),
-            "data": run.data.fingerprints(),        # a resume refuses other shards
+            "data": run.data.record(),              # a resume refuses other shards
             **training_state,                       # of the optimizers, the scaler, the others
         })
 

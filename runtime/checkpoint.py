@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from runtime.cli import RunError, UserError, unexpected
+from runtime.cli import RunError, UserError, is_rank_0, print_error, unexpected
 from runtime.files import checkpoints, is_there, reading
 from runtime.optimizers import CombinedOptimizer, check_plain, on_tensors
 from runtime.recipe import BatchSchedule
@@ -108,6 +108,8 @@ def start_from_checkpoint(path: Path, flags, models: dict) -> Start:
         # Rank 0 has found it, perhaps on another machine.
         raise RunError(f"{path} was listed and is not there: check the disk or the mount, which "
                        "all machines have to share; the same command goes on") from None
+    if flags.eval_only:
+        warn_of_backwards(checkpoint, path)
     with reading_run_state(path, remedy):
         model = model_from_checkpoint(checkpoint, path, models, remedy)
         for name in ("step", "tokens"):
@@ -184,6 +186,17 @@ def model_from_checkpoint(
             return model
 
         return build_model(models["gpt2"], *gpt2_of_others(checkpoint, path))
+
+
+def warn_of_backwards(checkpoint: dict, path: Path) -> None:
+    """Says so if the run of a checkpoint has only read its text backwards so far (frontier)."""
+    if "model_config" not in checkpoint or not is_rank_0():     # another project's; said once
+        return
+    tokens = checkpoint.get("tokens", 0)
+    turn = checkpoint.get("data", {}).get("tokens_backward", 0)
+    if 0 < tokens <= turn:
+        print_error(f"{path} writes backwards, because its run has only read backwards so far "
+                    f"({tokens:,} tokens, of which the first {turn:,} are): let it go on")
 
 
 # ----------------------------------------------------------------------- what a run takes from it

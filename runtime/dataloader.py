@@ -303,6 +303,11 @@ class Data:
         splits = {"train": self.train, "val": self.val}
         return {name: split.fingerprint for name, split in splits.items() if split}
 
+    def record(self) -> dict:
+        """What a checkpoint records of the data."""
+        tokens_backward = self.train.backward * self.train.T        # of the run, the first ones
+        return {**self.fingerprints(), "tokens_backward": tokens_backward}
+
     @cached_property
     def bits_per_byte(self) -> float:
         """The factor from a validation loss in nats per token to bits per byte of the text.

@@ -1,5 +1,6 @@
 """frontier.py: what it has beside speedrun.py (test_speedrun.py), and a batch that grows."""
 import math
+import shutil
 from bisect import bisect_left
 from types import SimpleNamespace as Config
 
@@ -19,7 +20,7 @@ from frontier import (
     muon_momentum,
     parts_of_tokens,
 )
-from recipes import RECIPES
+from recipes import RECIPES, load_model
 from runtime.loss import VocabularySample
 from runtime.recipe import make_batch_schedule
 from runtime.shards import write_shard
@@ -333,6 +334,29 @@ def test_a_run_of_more_than_an_epoch_reads_backwards_at_first(flags, tmp_path, c
     assert "backwards" not in capsys.readouterr().out
     train(*flags, "--max_steps", 24)
     assert "backwards" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def two_epochs(flags, tmp_path_factory):
+    """A run whose text is read backwards before step 17 or so."""
+    out = tmp_path_factory.mktemp("two_epochs") / "log"
+    train(*flags, "--max_steps", 24, "--val_every", 0, "--out", out)
+    return out
+
+
+@pytest.mark.parametrize("step, backwards", [(8, True), (24, False)])
+def test_whoever_reads_a_model_that_writes_backwards_is_told(
+        step, backwards, two_epochs, capsys):
+    load_model(two_epochs / f"checkpoint_{step:06d}.pt")
+    assert ("backwards" in capsys.readouterr().err) == backwards
+
+
+def test_a_loss_of_a_model_that_writes_backwards_says_so(flags, two_epochs, tmp_path, capsys):
+    shutil.copy(two_epochs / "checkpoint_000008.pt", tmp_path)
+    train(*flags, "--eval_only", "--out", tmp_path)
+    printed = capsys.readouterr()
+    assert "validation loss" in printed.out
+    assert "backwards" in printed.err
 
 
 def look_at_text(run):
