@@ -161,6 +161,7 @@ def main(argv: list[str] | None = None) -> None:
 
     from recipes import load_model
     from runtime.hardware import choose_device, choose_dtype, oom_as_user_error
+    from runtime.weights import tell_of_best
     device = choose_device(args.device)
     dtype = choose_dtype(args.dtype, device)
     autocast = torch.autocast(
@@ -172,6 +173,7 @@ def main(argv: list[str] | None = None) -> None:
 
     with oom_as_user_error(lambda: f"{device} is out of memory: lower --num_samples"):
         model = load_model(args.model).to(device)
+        tell_of_best(args.model)
         check_prompt(args, model.config.vocab_size)
 
         # One generator for all prompts: the same prompt twice has two continuations.

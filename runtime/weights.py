@@ -82,6 +82,20 @@ def best_checkpoint(out: Path) -> Path:
     return saved[step]
 
 
+def tell_of_best(source: str | Path) -> None:
+    """Names OUT/best, if `source` is a run's folder OUT whose newest checkpoint is another one."""
+    if not Path(source).is_dir() or not checkpoints(source):
+        return
+    _, newest = checkpoints(source)[-1]
+    try:
+        best = best_checkpoint(Path(source))
+    except (UserError, FileNotFoundError):
+        return                          # it has not been validated, or metrics.csv is gone
+    if best != newest:
+        print_error(f"{newest.name} is the newest of {source}; {source}/best, which is "
+                    f"{best.name}, has a lower validation loss")
+
+
 # ---------------------------------------------------------------------- reading a file
 
 def read_checkpoint(

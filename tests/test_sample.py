@@ -14,6 +14,7 @@ import sample
 from recipes import load_model
 from runtime.cli import UserError
 from runtime.language_model import LanguageModel
+from runtime.metrics import HEADER
 from runtime.tokenizer import EOT, encode, tokenizer
 
 
@@ -110,6 +111,17 @@ def test_top_k_0_samples_from_all_tokens(path, shown):
 def test_the_defaults_are_four_samples_of_200_tokens():
     args = sample.parse_args([])
     assert (args.num_samples, args.max_new_tokens) == (4, 200)
+
+
+def test_of_a_runs_folder_the_best_checkpoint_is_named(tmp_path, capsys):
+    for step in (1, 2):
+        save(tmp_path / f"checkpoint_{step:06d}.pt",
+             own_checkpoint(make_model(block_size=16, vocab_size=50304, n_layer=1)))
+    rows = ["1,0,0,,3.0,,,,,32", "2,0,0,,4.0,,,,,32"]
+    (tmp_path / "metrics.csv").write_text("\n".join([HEADER, *rows]) + "\n")
+
+    sample.main(["--model", str(tmp_path), "--device", "cpu", "--max_new_tokens", "1"])
+    assert "checkpoint_000001.pt" in capsys.readouterr().err
 
 
 def test_of_a_prompt_longer_than_the_context_the_end_is_used_and_all_is_shown(path, capsys):

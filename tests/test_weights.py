@@ -30,7 +30,7 @@ from recipes import load_model
 from runtime.cli import UserError
 from runtime.metrics import HEADER
 from runtime.huggingface import OPENAI_NAMES
-from runtime.weights import find_checkpoint
+from runtime.weights import find_checkpoint, tell_of_best
 
 # The causal masks, which older code stored beside the weights.
 MASKS = {f"h.{layer}.attn.bias": torch.ones(24, 24).tril()[None, None] for layer in range(2)}
@@ -393,6 +393,19 @@ def test_best_means_the_checkpoint_of_the_lowest_validation_loss(a_run, monkeypa
     assert_same_weights(load_model(f"{folder}/best/"), models[999_999])
     monkeypatch.chdir(folder)
     assert_same_weights(load_model("best"), models[999_999])
+
+
+def test_who_samples_from_a_runs_folder_is_told_which_checkpoint_is_the_best(a_run, capsys):
+    folder, _ = a_run
+    tell_of_best(folder)
+    assert "checkpoint_999999.pt" in capsys.readouterr().err
+
+    (folder / "checkpoint_1000000.pt").unlink()         # now the newest one is the best
+    tell_of_best(folder)
+    (folder / "metrics.csv").unlink()
+    tell_of_best(folder)
+    tell_of_best(folder / "best")
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("metrics", ["", f"{HEADER}\n3,0,0,5,1.0,,,,,32\n", f"{HEADER}\na note\n"])
