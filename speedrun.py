@@ -158,7 +158,7 @@ class ModernLanguageModel(LanguageModel):
     the input of the first block, (B, T, C), for the last T of the tokens (B, S).
     """
     Config = SpeedrunConfig
-    kept_vectors = 20.1         # counted for speedrun; frontier's were 20.4 without its pointer
+    kept_vectors = 20.1         # see LanguageModel; counted for speedrun
     blocks_per_bucket = 4       # all blocks read x0 and v1: each cut adds up their gradients
     softcap = 0.0               # if c > 0, the logits are c tanh(y / c) for the head's output y
     zero_at_start = ()          # endings of the names of parameters that are zero in a new model
@@ -235,9 +235,8 @@ class ModernLanguageModel(LanguageModel):
 
     def before_compile(self):
         # The rotary tables are constants of the graph. Otherwise it would compute powers, cosines
-        # and sines anew for each number that is rotated, and they took a quarter of a step. (As a
-        # decorator of the function this would import the compiler, which takes a second, into
-        # every script.)
+        # and sines anew for each number that is rotated. (As a decorator of the function this would
+        # import the compiler, which takes a second, into every script.)
         torch.compiler.assume_constant_result(rotary_tables)
 
     @torch.no_grad()

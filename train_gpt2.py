@@ -67,12 +67,11 @@ def start_process(device: str) -> Process:
         torch.cuda.set_device(process.device)
 
     if process.world_size > 1:
-        # The ranks wait for up to an hour while rank 0 downloads, gpt2-xl with --init, say. In
-        # torchrun's own store a rank that is restarted would find the addresses of dead ones.
+        # The ranks wait for up to an hour while rank 0 downloads, gpt2-xl with --init, say.
         timeout = timedelta(hours=1)
         dist.init_process_group(
             "nccl" if process.on_gpu else "gloo",
-            store=machines.shared_store(process, timeout),
+            store=machines.shared_store(process, timeout),      # by which the ranks find each other
             rank=process.rank,
             world_size=process.world_size,
             timeout=timeout,
@@ -200,7 +199,8 @@ def train_step(step: int, run: Run) -> torch.Tensor:
     state.scaler.step(state.optimizer)
     state.scaler.update()
 
-    # Gradients become None. But GPUs that accumulate would need memory beside DDP's buckets then.
+    # Gradients become None. But where several GPUs accumulate, they become 0 and stay in DDP's
+    # buckets: new ones would take memory beside those.
     keeps_buckets = process.on_gpu and process.world_size > 1 and micro_steps > 1
     state.model.zero_grad(set_to_none=not keeps_buckets)
     return torch.stack((loss, norm, votes))     # one tensor, because a GPU's is read a step later
@@ -459,7 +459,7 @@ def start_run(
     state = make_train_state(config, recipe, model, process)
     with process.together():
         checkpoint.restore(start, data, schedule, state)        # all but the weights, if it resumes
-    # frontier reads the first epoch of a small text backwards.
+    # frontier reads a small text otherwise than a large one (docs/recipes.md).
     recipe.look_at_text(data.train, schedule, model, config)
     console.print_header(config, process, data, model, schedule, start)
 

@@ -72,8 +72,7 @@ def cpu_quota(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
 def configure_allocator() -> None:
     """Tells CUDA's allocator, before its first use, to split no large block."""
     # Otherwise it puts gradients and moments into the free block of the last micro-step's logits,
-    # and the next logits need another block: GPT-2 124M at 200 x 1,024 tokens then does not fit in
-    # 80 GB, although it uses 69.
+    # and the next logits need another block: fewer sequences then fit (docs/lab-notes.md).
     users_own = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
     if any(name in os.environ for name in users_own):
         return

@@ -84,9 +84,9 @@ def cross_entropy_in_place(
     is_scored = (targets >= 0)[:, None]                                         # (n, 1)
     targets = targets.clamp(min=0)[:, None]                                     # (n, 1)
 
-    # On a CPU (AMD EPYC) torch's exp can take 8 times as long as its exp2, and its tanh 20 times.
-    # So tanh is written with sigmoid, as above, and exp(z) as exp2(z / ln 2). `z` starts as y; then
-    # it is the z above, divided by ln 2. In place, fewer tensors compete for the CPU's cache.
+    # On AMD's CPUs torch's exp and tanh can take many times as long as its exp2. So tanh is written
+    # with sigmoid, as above, and exp(z) as exp2(z / ln 2). `z` starts as y; then it is the z above,
+    # divided by ln 2. In place, fewer tensors compete for the CPU's cache.
     z = logits.float()
     if softcap:
         # These z lie between 0 and 2 softcap / ln 2. No maximum has to be subtracted from them:
@@ -139,8 +139,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def forward(ctx, x, weight, targets, chunk, softcap, counts, needs_gradient):
         dtype = matmul_dtype(x)
 
-        # The loss takes a quarter of the time if it is computed for a few rows at a time, whose
-        # float32 logits stay in the cache of each core: here 1.6 MB of them.
+        # The loss takes less time if it is computed for a few rows at a time, whose float32 logits,
+        # 1.6 MB for each core, stay in the cache (docs/speed.md).
         tile = max(1, 400_000 // weight.size(0)) * torch.get_num_threads()
 
         with torch.autocast(x.device.type, enabled=False):

@@ -30,7 +30,7 @@ BPE_SHA256 = {
 SAMPLE_BYTES = 1000             # of each chunk, which tiktoken encodes, too
 FRESH_SECONDS = 2.0             # of encoding, after which gigatoken is loaded anew
 LAST_TOKENS = 12                # of a sample, which are not compared: what follows it can change
-                                # some, of 300,000 samples 6 at most
+                                # some of them (of 300,000 samples 6 tokens at most)
 
 # Matches a text up to the last place where it can be cut without changing a token. GPT-2's pattern
 # always begins a new piece there, and decides nothing before it by what comes after it:
@@ -190,8 +190,8 @@ class Encoder:
             BytesSource(chunk), PadTruncate(0), parallel=False)
         self.seconds += time.thread_time() - begun
 
-        # gigatoken keeps each piece of text that it has seen, without a limit. Of Chinese, whose
-        # pieces are parts of sentences, that is 5 bytes for each byte. To load it takes 0.1 s.
+        # gigatoken keeps each piece of text that it has seen, without a limit: of Chinese, whose
+        # pieces are parts of sentences, 5 bytes for each byte. So it is loaded anew, which is fast.
         if self.seconds > FRESH_SECONDS:
             self.seconds = 0.0
             self.gigatoken = load_gigatoken(self.mark.decode())
