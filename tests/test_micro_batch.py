@@ -24,6 +24,7 @@ from runtime.recipe import BatchSchedule
 class Counted:
     """What training takes."""
     weights: int                # bytes
+    moments: int                # bytes: 8 of a number that Adam trains, 4 of one of Muon's
     token: int                  # bytes of a token of a micro-step
     others: int                 # bytes of the gradients, moments and copies
 
@@ -31,10 +32,10 @@ class Counted:
 # Counted by the allocator of torch 2.13.0 on the simulated GPU (tests/null_gpu), for compiled models
 # of 12 layers of width 768 in bfloat16: on 2026-11-26, frontier with its pointer on 2026-11-29.
 COUNTED = {
-    "gpt2": Counted(4 * 124_475_904, 325_500, 1_902_000_000),
-    "gpt2 --recompute": Counted(4 * 124_475_904, 120_800, 1_712_000_000),
-    "speedrun": Counted(4 * 162_201_636, 471_600, 2_371_000_000),
-    "frontier": Counted(4 * 182_150_438, 486_900, 2_181_000_000),
+    "gpt2": Counted(4 * 124_475_904, 8 * 124_475_904, 325_500, 1_902_000_000),
+    "gpt2 --recompute": Counted(4 * 124_475_904, 8 * 124_475_904, 120_800, 1_712_000_000),
+    "speedrun": Counted(4 * 162_201_636, 957_900_000, 471_600, 2_371_000_000),
+    "frontier": Counted(4 * 182_150_438, 1_110_000_000, 486_900, 2_181_000_000),
 }
 CARDS = {
     "H100 80GB": 85_017_493_504,
@@ -71,7 +72,7 @@ class Card:
     def time_micro_step(self, state, T, device, B, reserved):
         self.tried.append(B)
         self.reserved = reserved
-        spare = reserved - 2 * self.counted.weights             # beside the moments
+        spare = reserved - self.counted.moments
         needed = B * T * self.counted.token + self.counted.others
         if needed + spare > self.free:
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -85,7 +86,7 @@ class Card:
         self.config.batch_size = "auto" if auto else most
         self.monkeypatch.setattr(micro_batch, "ON_A_GPU", 1024 * most)
         weights = torch.empty(self.counted.weights // 4, device="meta")
-        moments = 0 if has_moments else 2 * self.counted.weights
+        moments = 0 if has_moments else self.counted.moments
         state = SimpleNamespace(
             model=SimpleNamespace(parameters=lambda: [weights], kept_vectors=self.kept_vectors),
             optimizer=SimpleNamespace(bytes_to_allocate=lambda: moments),
