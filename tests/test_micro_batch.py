@@ -29,8 +29,8 @@ class Counted:
     others: int                 # bytes of the gradients, moments and copies
 
 
-# Counted by the allocator of torch 2.13.0 on the simulated GPU (tests/null_gpu) on 2026-11-26, and of
-# frontier on 2026-11-29, for compiled models of 12 layers of width 768 in bfloat16.
+# Counted by torch 2.13.0's allocator on the simulated GPU (tests/null_gpu), of frontier on 2026-11-29
+# and of the others on 2026-11-26, for compiled models of 12 layers of width 768 in bfloat16.
 COUNTED = {
     "gpt2": Counted(4 * 124_475_904, 8 * 124_475_904, 325_500, 1_902_000_000),
     "gpt2 --recompute": Counted(4 * 124_475_904, 8 * 124_475_904, 120_800, 1_712_000_000),
