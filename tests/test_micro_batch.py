@@ -29,8 +29,8 @@ class Counted:
     others: int                 # bytes of the gradients, moments and copies
 
 
-# Counted by torch 2.13.0's allocator on the simulated GPU (tests/null_gpu), of frontier on 2026-11-29
-# and of the others on 2026-11-26, for compiled models of 12 layers of width 768 in bfloat16.
+# Counted by torch 2.13.0's allocator on the simulated GPU (tests/null_gpu), frontier on 2026-11-29
+# and the others on 2026-11-26, for compiled models of 12 layers of width 768 in bfloat16.
 COUNTED = {
     "gpt2": Counted(4 * 124_475_904, 8 * 124_475_904, 325_500, 1_902_000_000),
     "gpt2 --recompute": Counted(4 * 124_475_904, 8 * 124_475_904, 120_800, 1_712_000_000),
