@@ -178,11 +178,10 @@ class Pointer(nn.Module):
         self.sentinel = nn.Parameter(torch.zeros(C))
         self.sentinel_bias = nn.Parameter(torch.tensor(SENTINEL))
 
-    def forward(self, x, e, starts, past):
+    def forward(self, x, e, tokens, past):
         """x and e (B, T, C) -> float32 (B, T, S), which copies each of the S tokens, and (B, T).
 
-        x are final hidden states, e embeddings. `starts`, bool (B, S, 1), says which tokens start a
-        document.
+        x are final hidden states, e embeddings, both of the last T of the tokens (B, S).
         """
         # A query asks what comes next. The key of a token says which hidden state has predicted it,
         # that of the token before, and which token it is.
@@ -191,12 +190,15 @@ class Pointer(nn.Module):
         e = self.c_e(e)
         if past is not None:
             k, e = past.append(self, k, e)
-        k = F.pad(k[:, :-1], (0, 0, 1, 0)).masked_fill(starts, 0)
+        k = F.pad(k[:, :-1], (0, 0, 1, 0)).masked_fill((tokens == EOT)[:, :, None], 0)
         k = norm(k + e)                                                         # (B, S, C)
 
         T, S, C = q.size(1), k.size(1), k.size(2)
         cosines = (q @ k.mT).float() / C                                        # (B, T, S)
         sees = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
+
+        # No token is copied behind its like: in a sample that would go on as "ORDORDORD".
+        sees = sees & (tokens[:, None, :] != tokens[:, -T:, None])              # (B, T, S)
         scores = (self.scale * cosines).masked_fill(~sees, float("-inf"))
         sentinel = self.sentinel_bias + (x.float() @ self.sentinel) / C**0.5    # (B, T)
 
@@ -353,12 +355,11 @@ class FrontierGPT(ModernLanguageModel):
         # less of the tokens that can be copied, and the loss of both is higher.
         x = x.detach()
         T = x.size(1)
-        starts = (tokens == EOT)[:, :, None]                                    # (B, S, 1)
 
         # As in `hidden` the dtypes are those of x. Autocast would norm in float32 on a GPU.
         with torch.autocast(x.device.type, enabled=False):
             e = norm(self.sums_of_rows(tokens[:, -T:]).to(x.dtype)).detach()
-            return self.pointer(x, e, starts, past)
+            return self.pointer(x, e, tokens, past)
 
     def flops_per_token(self, sequence_length):
         # The pointer's scores are one product, (T, C) by (C, T). Attention has two in each layer.

@@ -383,7 +383,8 @@ class FrontierForCausalLM(SpeedrunForCausalLM):
         """
         T, n = x.size(1), logits.size(1)
         e = self.rows(tokens[:, -T:])
-        shares, head_share = self.pointer(x, e, starts, mask[:, 0], past)
+        other = tokens[:, None, :] != tokens[:, -T:, None]                      # (B, T, S)
+        shares, head_share = self.pointer(x, e, starts, mask[:, 0] & other, past)
         shares, head_share = shares[:, -n:], head_share[:, -n:]
         probabilities = F.softmax(logits, dim=2) * head_share[:, :, None]
         ids = tokens[:, None].expand_as(shares)                                 # (B, n, S)

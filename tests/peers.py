@@ -302,11 +302,12 @@ def plain_pointer(weights, x, table, row, logits):
     C = x.size(1)
     probabilities = []
     for t in range(len(row)):
-        scores = [w["scale"] * (q[t] @ k[s]) / C for s in range(t + 1)]
+        seen = [s for s in range(t) if row[s] != row[t]]        # no copy of itself or its like
+        scores = [w["scale"] * (q[t] @ k[s]) / C for s in seen]
         scores.append(w["sentinel_bias"] + x[t] @ w["sentinel"] / math.sqrt(C))
         *copies, share = torch.stack(scores).softmax(0)
         p = share * logits[t].softmax(0)
-        for s, copy in enumerate(copies):
+        for s, copy in zip(seen, copies, strict=True):
             p = p + copy * F.one_hot(torch.tensor(row[s]), len(p))
         probabilities.append(p)
     return torch.stack(probabilities)

@@ -98,6 +98,14 @@ def test_with_copies_the_probabilities_add_up_to_1():
     assert shares[:, -1].sum() > 0.2
 
 
+def test_no_token_is_copied_behind_its_like():
+    model = model_that_copies()
+    idx = torch.tensor([[7, 5, 7, 7, 5]])
+    shares, _ = model.copies(model.hidden(idx), idx)
+    assert ((shares[0] > 0).int().tolist()) == [
+        [0, 0, 0, 0, 0], [1, 0, 0, 0, 0], [0, 1, 0, 0, 0], [0, 1, 0, 0, 0], [1, 0, 1, 1, 0]]
+
+
 def test_the_losses_of_single_tokens_have_their_copies():
     model = model_that_copies()
     idx = tokens(2, 24)
