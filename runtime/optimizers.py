@@ -92,11 +92,17 @@ class CombinedOptimizer:
         """Whether this rank has the moments of the parameter."""
         return self.owner.get(p, self.rank) == self.rank
 
+    def bytes_of_moments(self, p: Tensor) -> int:
+        """Muon has one moment of a parameter; AdamW has two, as is assumed of all others."""
+        if isinstance(self.optimizer_of[p], Muon):
+            return p.nbytes
+        return 2 * p.nbytes
+
     def bytes_to_allocate(self) -> int:
-        """What the first step will allocate: two moments a parameter, as AdamW's. 0 after it."""
+        """What the first step will allocate on this rank; 0 after it."""
         if any(optimizer.state for optimizer in self.optimizers):
             return 0
-        return sum(2 * p.nbytes for p in self.optimizer_of if self.holds(p))
+        return sum(self.bytes_of_moments(p) for p in self.optimizer_of if self.holds(p))
 
 
 def shard_matrices(optimizers: list, rank: int, world_size: int) -> dict[Tensor, int]:

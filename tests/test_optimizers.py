@@ -167,6 +167,22 @@ def test_the_bytes_of_the_moments_are_those_of_this_ranks_parameters():
     assert max(of_ranks) < 0.7 * (matrices + others)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_first_step_allocates_the_moments_that_were_counted(recipe):
+    model, combined = make_combined(recipe)
+    counted = combined.bytes_to_allocate()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    combined.step()
+
+    moments = 0
+    for optimizer in combined.optimizers:
+        for state in optimizer.state.values():
+            moments += sum(t.nbytes for t in state.values() if torch.is_tensor(t) and t.dim() > 0)
+    assert moments == pytest.approx(counted, rel=0.01)      # without those of single numbers
+    assert combined.bytes_to_allocate() == 0
+
+
 # ----------------------------------------------------------------------- on several ranks
 
 def train_three_steps(recipe, sharded, process):
