@@ -26,6 +26,7 @@ from config import FLAGS, Config, resolve
 from model import GPT
 from recipes import RECIPES, fresh_model
 from runtime import checkpoint, console, dataloader, hardware, machines, micro_batch, ranks
+from runtime.checkpoint import Start
 from runtime.cli import run_command
 from runtime.dataloader import Data, TrainLoader
 from runtime.language_model import set_how_to_compute
@@ -423,9 +424,7 @@ def main(argv: list[str] | None = None) -> None:
             start_run(asked, config, recipe, start, process)
 
 
-def evaluate_only(
-    config: Config, recipe: Recipe, start: checkpoint.Start, process: Process
-) -> None:
+def evaluate_only(config: Config, recipe: Recipe, start: Start, process: Process) -> None:
     """--eval_only: prints the validation loss of the model of --init, or of the run in --out."""
     data = dataloader.open_data(config, process)
     model = make_model(config, start.model, process.device)
@@ -441,9 +440,7 @@ def evaluate_only(
                    f"{console.loss_text(loss, data)} on {tokens:,} tokens of {config.data}")
 
 
-def start_run(
-    asked: dict, config: Config, recipe: Recipe, start: checkpoint.Start, process: Process
-) -> None:
+def start_run(asked: dict, config: Config, recipe: Recipe, start: Start, process: Process) -> None:
     """Makes the parts of a run, and trains; with --dry_run it ends before that."""
     # Inside `together`, as in open_data, a mistake on one rank ends all of them.
     with process.together():
@@ -473,7 +470,7 @@ def start_run(
     hellaswag_batches = hellaswag.batches_of_run(config, process)
 
     # From here on something is written, and a signal asks the run to stop.
-    output = Output(config, process, schedule)
+    output = Output(config, process, schedule, data.train.backward_tokens)
     with process.together():
         output.open(start)
     process.catch_signals()

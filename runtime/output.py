@@ -38,10 +38,11 @@ class Output:
     a context manager an Output completes and closes its files, however the run ends.
     """
 
-    def __init__(self, config, process, schedule: BatchSchedule):
+    def __init__(self, config, process, schedule: BatchSchedule, backward_tokens: int = 0):
         self.config = config
         self.process = process
         self.out = Path(config.out)
+        self.backward_tokens = backward_tokens      # read at first, for loss.png
         self.metrics = MetricsFile(self.out / "metrics.csv", schedule.tokens_before)
         self.lock = None                # the locked file; None: nothing is written
         self.wandb = None
@@ -101,7 +102,7 @@ class Output:
         self.picture_due = time.monotonic() + PICTURE_SECONDS
         try:
             title = f"{c.recipe}, {c.n_layer} layers of width {c.n_embd}"
-            plot_run(self.metrics, path, title)
+            plot_run(self.metrics, path, title, self.backward_tokens)
         except Exception as error:
             # matplotlib raises all kinds of errors, and no run should end by a picture.
             print_error(f"warning: {path} was not drawn ({brief_error(error)})")
