@@ -274,6 +274,8 @@ def evaluate(step: int, run: Run) -> bool:
     """
     config = run.config
     val_is_due = is_due(step, config, config.val_every)
+    if 0 < run.schedule.tokens_before(step) <= run.data.train.backward_tokens:
+        val_is_due = False              # frontier has read backwards so far: it would say nothing
     hellaswag_is_due = is_due(step, config, config.hellaswag_every) and run.hellaswag_batches
     samples_are_due = is_due(step, config, config.sample_every) and step > 0    # at 0 all is noise
     if not (val_is_due or hellaswag_is_due or samples_are_due):

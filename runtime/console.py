@@ -3,7 +3,7 @@ import math
 import shlex
 import statistics
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -119,11 +119,11 @@ def print_header(config, process, data, model, schedule: BatchSchedule, start: S
     epochs = tokens / c.sequence_length / data.train.total
     say(f"{c.max_steps:,} steps = {tokens:,} tokens = {epochs:,.2f} epochs; {learning_rates(c)}")
     say(", ".join(plans(c)))
-    if data.train.backward:
-        tokens_backward = data.train.backward * c.sequence_length
-        turn = bisect_left(range(c.max_steps), tokens_backward, key=schedule.tokens_before)
-        say(f"the text is read backwards before step {turn:,}: validation and samples there say "
-            "nothing yet")
+    backward_tokens = data.train.backward_tokens
+    turn = bisect_left(range(c.max_steps), backward_tokens, key=schedule.tokens_before)
+    if backward_tokens and start.step < turn:
+        say(f"the text is read backwards before step {turn:,}: there no validation is made but at "
+            "step 0, and samples say nothing yet")
 
     if c.compile:
         say("compiling the model, which takes about a minute ...")
@@ -194,7 +194,7 @@ def print_estimate(
     steps = f"{clock(schedule.tokens_left(step) / rate)} for {counted(c.max_steps - step, 'step')}"
     validations = ""
     if c.val_every:
-        count = math.ceil(c.max_steps / c.val_every) - math.ceil(step / c.val_every) + 1
+        count = count_validations(c, schedule, data.train.backward_tokens, step)
         # A forward takes about a third of the time (docs/running.md).
         of_validations = count * data.val_count * c.sequence_length / rate / 3
         validations = f" and {clock(of_validations)} for {counted(count, 'validation')}"
@@ -210,6 +210,19 @@ def print_estimate(
         f"about {c.total_batch_size / rate:.3g} s per step, {steps}{validations} (not counted: "
         f"{', '.join(not_counted)}); nothing was written, and the same command without --dry_run "
         "starts the run")
+
+
+def count_validations(config, schedule: BatchSchedule, backward_tokens: int, step: int) -> int:
+    """How many validations a run makes from `step` on, of which the last one is at its end."""
+    first, at_step_0 = step, 0
+    if backward_tokens:
+        # As in `evaluate`: at step 0, and then not before something has been read forwards.
+        turned = bisect_right(range(config.max_steps), backward_tokens, key=schedule.tokens_before)
+        first = max(step, turned)
+        if step == 0:
+            at_step_0 = 1
+    periods = math.ceil(config.max_steps / config.val_every) - math.ceil(first / config.val_every)
+    return at_step_0 + periods + 1
 
 
 def loss_text(loss: float, data) -> str:

@@ -128,7 +128,7 @@ def print_header(config, process=None, start=None, backward=0, divisors=(1, 1, 1
     """Of a run with 500 sequences of data."""
     if process is None:
         process = Process()
-    data = SimpleNamespace(train=SimpleNamespace(total=500, backward=backward))
+    data = SimpleNamespace(train=SimpleNamespace(total=500, backward_tokens=32 * backward))
     schedule = BatchSchedule(config.total_batch_size, config.max_steps, divisors)
     start = start or Start()
     console.print_machine(config, process, start)
@@ -177,6 +177,12 @@ def test_the_header_says_until_when_the_text_is_read_backwards(divisors, backwar
     assert (f"before step {step}:" in text) == (step is not None)
 
 
+@pytest.mark.parametrize("step, said", [(0, True), (14, True), (15, False), (30, False)])
+def test_a_run_that_resumes_behind_the_turn_does_not_hear_of_it(step, said, capsys):
+    print_header(make_config(max_steps=37), backward=120, start=Start(path="a.pt", step=step))
+    assert ("backwards" in capsys.readouterr().out) == said
+
+
 def test_a_compiled_run_says_that_it_takes_a_while_and_one_without_out_writes_nothing(capsys):
     print_header(make_config(compile=True, out=""), Process(world_size=2))
     text = capsys.readouterr().out
@@ -209,6 +215,12 @@ def test_the_product_of_the_batch_is_the_tokens_of_a_step(divisors, world_size, 
     assert capsys.readouterr().out == text
 
 
+def make_data(backward_tokens=0):
+    """Of which a validation reads four sequences."""
+    return SimpleNamespace(
+        val_count=4, train=SimpleNamespace(backward_tokens=backward_tokens))
+
+
 @pytest.mark.parametrize("step, val_every, text", [
     # A validation reads 4 x 32 tokens, in a third of a second.
     (0, 0, "0:00:48 for 24 steps ("),
@@ -219,12 +231,28 @@ def test_the_product_of_the_batch_is_the_tokens_of_a_step(divisors, world_size, 
 ])
 def test_an_estimate_has_the_time_of_a_step_and_of_all_that_is_left(step, val_every, text, capsys):
     config = make_config(max_steps=24, val_every=val_every)
-    data = SimpleNamespace(val_count=4)
-    console.print_estimate(config, Process(), data, BatchSchedule(256, 24), step, 0.25)
+    console.print_estimate(config, Process(), make_data(), BatchSchedule(256, 24), step, 0.25)
     printed = capsys.readouterr().out
 
     assert f"about 2 s per step, {text}" in printed
     assert "--dry_run" in printed
+
+
+@pytest.mark.parametrize("step, tokens, validations", [
+    (0, 1, "7 validations"),                # at 0, 4, 8, ..., 24
+    (0, 10 * 256, "5 validations"),         # at 0, 12, 16, 20, 24
+    (0, 12 * 256, "4 validations"),         # of the forwards part nothing is trained yet at 12
+    (0, 12 * 256 - 1, "5 validations"),
+    (3, 10 * 256, "4 validations"),
+    (17, 10 * 256, "2 validations"),
+    (24, 12 * 256, "1 validation ("),
+])
+def test_an_estimate_counts_no_validation_of_what_is_read_backwards(
+        step, tokens, validations, capsys):
+    config = make_config(max_steps=24, val_every=4)
+    console.print_estimate(
+        config, Process(), make_data(tokens), BatchSchedule(256, 24), step, 0.25)
+    assert f" for {validations}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flags, world_size, not_counted", [
@@ -237,9 +265,8 @@ def test_an_estimate_has_the_time_of_a_step_and_of_all_that_is_left(step, val_ev
 def test_an_estimate_names_what_the_run_has_and_it_does_not_count(
         flags, world_size, not_counted, capsys):
     config = make_config(max_steps=24, **flags)
-    data = SimpleNamespace(val_count=4)
     process = Process(world_size=world_size)
-    console.print_estimate(config, process, data, BatchSchedule(256, 24), 0, 0.25)
+    console.print_estimate(config, process, make_data(), BatchSchedule(256, 24), 0, 0.25)
     assert not_counted in capsys.readouterr().out
 
 
