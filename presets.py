@@ -104,7 +104,10 @@ OVERFIT = Preset(
 # ------------------------------------------------------------------- which preset for a text
 
 def next_command(out: Path, val: list[int], train: list[int]) -> str:
-    """The command that trains on shards of so many tokens, as a shell reads it."""
+    """The command that trains on shards of so many tokens, as a shell reads it, and what it does.
+
+    The command is the last of two lines.
+    """
     # `small` trains on 33M tokens: with fewer it would read a text more than once.
     if sum(train) < 32_768_000:
         preset = "shakespeare"
@@ -115,6 +118,7 @@ def next_command(out: Path, val: list[int], train: list[int]) -> str:
 
     flags = PRESETS[preset].flags
     preset_block_size = flags.get("block_size", 1024)
+    steps = flags.get("max_steps", 19073)
     block_size = length_that_fits(preset_block_size, min(max(val), max(train)))
 
     data = shlex.quote(str(out))
@@ -134,7 +138,26 @@ def next_command(out: Path, val: list[int], train: list[int]) -> str:
             command += f" --val_every {forward // 8}"
     if block_size < preset_block_size:
         command += f" --block_size {block_size}"
-    return command
+    return f"{describe_epochs(preset, steps, sum(train))}\n{command}"
+
+
+def describe_epochs(preset: str, steps: int, tokens: int) -> str:
+    """How often a run of so many steps reads the text."""
+    total_batch_size = PRESETS[preset].flags.get("total_batch_size", 524288)
+    tokens_of_run = steps * total_batch_size
+    if preset == "shakespeare":
+        tokens_of_run = schedule_of(steps).tokens_before(steps)
+
+    epochs = float(f"{tokens_of_run / tokens:.2g}")
+    text = f"the run below makes {epochs:g} epochs of the text"
+    if epochs == 1:
+        text = "the run below makes 1 epoch of the text"
+    if preset != "shakespeare" or tokens > SMALL_TEXT:
+        return text
+    if epochs > 3:
+        return (f"{text}, which is too small for a run of its own: rather begin with published "
+                "weights (docs/finetuning.md)")
+    return f"{text}, the first of them backwards"
 
 
 def length_that_fits(length: int, tokens: int) -> int:

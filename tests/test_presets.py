@@ -55,6 +55,21 @@ def test_a_run_of_the_next_command_validates_8_to_15_times_where_it_reads_forwar
     assert 8 <= len(steps) <= 15
 
 
+@pytest.mark.parametrize("count, words", [
+    (5000, ["epochs", "docs/finetuning.md"]),
+    (306_054, ["2 epochs", "the first of them backwards"]),
+    (10**7, ["1 epoch of"]),
+    (65_536_000, ["0.5 epochs"]),
+    (10**10, ["1 epoch of"]),
+])
+def test_the_line_before_the_next_command_says_how_often_the_text_is_read(count, words):
+    line, command = next_command(Path("d"), [10**5], [count]).splitlines()
+    assert command.startswith("next: python train_gpt2.py")
+    for word in words:
+        assert word in line
+    assert ("finetuning" in line) == (count == 5000)
+
+
 @pytest.mark.parametrize("count, off", [(306_054, False), (10**6, True), (10**7, True)])
 def test_the_next_command_turns_weight_decay_off_in_long_runs(count, off):
     words = next_command(Path("d"), [10**5], [count]).split()
