@@ -478,7 +478,8 @@ def start_run(asked: dict, config: Config, recipe: Recipe, start: Start, process
     process.catch_signals()
 
     loader = TrainLoader(data.train, schedule, B, start.step, process)
-    log = console.StepLog(process, schedule, model.flops_per_token(config.sequence_length))
+    flops = model.flops_per_token(config.sequence_length)
+    log = console.StepLog(process, schedule, flops, data.train.backward_tokens)
     run = Run(
         config=config, asked=asked, recipe=recipe, process=process, schedule=schedule, data=data,
         loader=loader, hellaswag_batches=hellaswag_batches, state=state, output=output, log=log)

@@ -39,13 +39,16 @@ def counted(n: int, what: str) -> str:
 class StepLog:
     """The lines of the steps on the console, and how fast the steps were.
 
-    `flops_per_token`: forward and backward.
+    `flops_per_token`: forward and backward. `backward_tokens`: those that the run reads backwards.
     """
 
-    def __init__(self, process, schedule: BatchSchedule, flops_per_token: int):
+    def __init__(
+        self, process, schedule: BatchSchedule, flops_per_token: int, backward_tokens: int = 0
+    ):
         self.process = process
         self.schedule = schedule
         self.flops_per_token = flops_per_token
+        self.backward_tokens = backward_tokens
         # One number for each step, in 4 bytes.
         self.losses = array("f")
         self.seconds = array("f")
@@ -77,7 +80,17 @@ class StepLog:
         if recent:
             left = self.schedule.tokens_left(step + 1) * statistics.median(recent)
             parts.append(f"{clock(left)} left")
+        if self.is_turn(step):
+            self.line(step, "the text is read forwards from here on: the loss jumps, because what "
+                            "follows is not yet known")
         self.line(step, " | ".join(parts))
+
+    def is_turn(self, step: int) -> bool:
+        """Whether this is the first step in which the text is no more read backwards."""
+        if self.backward_tokens == 0 or step == 0:
+            return False
+        tokens_before = self.schedule.tokens_before
+        return tokens_before(step - 1) < self.backward_tokens <= tokens_before(step)
 
     def line(self, step: int, text: str) -> None:
         self.process.print0(f"step {step:5d} | {text}")

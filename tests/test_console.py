@@ -105,6 +105,25 @@ def test_mfu_is_the_share_of_all_gpus_peak(world_size, share, monkeypatch, capsy
     assert "tok/sec: 1,000 |" in line, "of all GPUs"
 
 
+# A step has 1,000 tokens.
+@pytest.mark.parametrize("steps, backward_tokens, turn", [
+    (range(6), 0, None), (range(6), 3000, 3), (range(6), 3001, 4), (range(6), 1, 1),
+    (range(3), 3000, None), (range(3, 6), 3000, 3), (range(4, 6), 3000, None)])
+def test_the_step_in_which_the_reading_turns_says_so_once(steps, backward_tokens, turn, capsys):
+    log = StepLog(Process(), BatchSchedule(1000, 100), 10**6, backward_tokens)
+    for step in steps:
+        log.step(step, 4.0, 1.0, 1e-3, 1.0)
+
+    lines = capsys.readouterr().out.splitlines()
+    told = [i for i, line in enumerate(lines) if "forwards" in line]
+    if turn is None:
+        assert told == []
+    else:
+        [i] = told
+        assert lines[i].startswith(f"step     {turn} |")
+        assert lines[i + 1].startswith(f"step     {turn} | loss")
+
+
 def test_other_ranks_print_nothing(capsys):
     log = make_log(Process(rank=1, world_size=2))
     log.step(0, 4.0, 1.0, 1e-3, 1.0)
