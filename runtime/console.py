@@ -124,6 +124,8 @@ def print_header(config, process, data, model, schedule: BatchSchedule, start: S
     c, say = config, process.print0
     if start.path:
         say(f"resuming from {start.path} at step {start.step} of {c.max_steps}")
+    elif c.init != "scratch":
+        say(f"beginning with the weights of --init {c.init}")
     num_params = sum(p.numel() for p in model.parameters())
     say(f"{c.recipe}: {num_params:,} parameters ({counted(c.n_layer, 'layer')}, "
         f"{counted(c.n_head, 'head')}, width {c.n_embd}, vocabulary {c.vocab_size})")

@@ -202,6 +202,15 @@ def test_a_run_that_resumes_behind_the_turn_does_not_hear_of_it(step, said, caps
     assert ("backwards" in capsys.readouterr().out) == said
 
 
+def test_a_finetuning_names_the_weights_that_it_begins_with(capsys):
+    print_header(make_config(init="log/base/best"), start=Start(source="log/base/checkpoint_9.pt"))
+    assert "weights of --init log/base/best\n" in capsys.readouterr().out
+    for config, start in (
+        (make_config(), None), (make_config(init="gpt2"), Start(path="log/checkpoint_9.pt"))):
+        print_header(config, start=start)
+        assert "weights" not in capsys.readouterr().out
+
+
 def test_a_compiled_run_says_that_it_takes_a_while_and_one_without_out_writes_nothing(capsys):
     print_header(make_config(compile=True, out=""), Process(world_size=2))
     text = capsys.readouterr().out
