@@ -467,6 +467,7 @@ def start_run(asked: dict, config: Config, recipe: Recipe, start: Start, process
     console.print_batch(config, process, schedule, B)
     if config.dry_run:
         seconds = micro_batch.time_micro_step(state, config.sequence_length, process.device, B)
+        console.print_needs(config, process, state)
         console.print_estimate(config, process, data, schedule, start.step, seconds / B)
         return
     hellaswag_batches = hellaswag.batches_of_run(config, process)

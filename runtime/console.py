@@ -15,6 +15,7 @@ from runtime.cli import RunError
 from runtime.files import checkpoints
 from runtime.hardware import bfloat16_of_cpu, device_name, peak_flops, peak_memory
 from runtime.metrics import Metrics
+from runtime.muon import Muon
 from runtime.recipe import BatchSchedule
 
 RECENT_STEPS = 20           # whose median speed tells the time left
@@ -225,6 +226,40 @@ def print_estimate(
         f"about {c.total_batch_size / rate:.3g} s per step, {steps}{validations} (not counted: "
         f"{', '.join(not_counted)}); nothing was written, and the same command without --dry_run "
         "starts the run")
+
+
+def print_needs(config, process, state) -> None:
+    """The memory of a GPU and the room for checkpoints that a run takes, for --dry_run.
+
+    A micro-step has just been timed: it has left its peak.
+    """
+    c, say = config, process.print0
+    if process.on_gpu:
+        # The first step allocates the moments.
+        peak = peak_memory(process.device) + state.optimizer.bytes_to_allocate()
+        say(f"about {peak / 1e9:.1f} GB of GPU memory at the peak")
+    if not c.out or not c.checkpoint_every:
+        return
+
+    count = math.ceil(c.max_steps / c.checkpoint_every)         # the last one at the end
+    if c.keep_checkpoints != "all":
+        count = min(count, c.keep_checkpoints)
+    if c.val_every:
+        count += 1                                              # the best one
+    size = bytes_of_checkpoint(state)
+    say(f"a checkpoint takes about {size / 1e9:.2g} GB, and the {count} that may lie in {c.out} "
+        f"{count * size / 1e9:.2g} GB; while one is written there is one more")
+
+
+def bytes_of_checkpoint(state) -> int:
+    """Of the weights and their moments, of which Muon has one of each weight and AdamW two."""
+    total = sum(p.nbytes for p in state.model.parameters())
+    for p, optimizer in state.optimizer.optimizer_of.items():
+        moments = 2
+        if isinstance(optimizer, Muon):
+            moments = 1
+        total += moments * p.nbytes
+    return total
 
 
 def count_validations(config, schedule: BatchSchedule, backward_tokens: int, step: int) -> int:

@@ -7,17 +7,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import refused
-from peers import make_run
+from peers import RECIPES, GpuProcess, make_run
 
 import sample
 from config import Config
 from model import GPT, GPTConfig
 from runtime import console
-from runtime.checkpoint import Start
+from runtime.checkpoint import Start, gather_state
 from runtime.console import StepLog, clock, counted
 from runtime.hardware import peak_flops
 from runtime.ranks import Process
 from runtime.recipe import BatchSchedule
+from train_gpt2 import train_step
 
 
 def make_log(process=None, schedule=None, flops_per_token=10**6):
@@ -296,6 +297,49 @@ def test_an_estimate_names_what_the_run_has_and_it_does_not_count(
     process = Process(world_size=world_size)
     console.print_estimate(config, process, make_data(), BatchSchedule(256, 24), 0, 0.25)
     assert not_counted in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_size_of_a_checkpoint_is_that_of_the_weights_and_moments_it_holds(recipe):
+    run = make_run(recipe=recipe)
+    size = console.bytes_of_checkpoint(run.state)
+    train_step(0, run)
+    moments = gather_state(run.state, run.process)["optimizers"]
+
+    tensors = list(run.state.model.parameters())
+    for state in moments.values():
+        tensors += [value for value in state.values() if torch.is_tensor(value)]
+    assert size == pytest.approx(sum(tensor.nbytes for tensor in tensors), rel=0.01)
+
+
+@pytest.mark.parametrize("flags, text", [
+    ({}, "and the 4 that may lie in a/log 8 GB"),                       # of 0.002 TB each
+    ({"keep_checkpoints": 1}, "and the 2 that may lie in a/log 4 GB"),
+    ({"keep_checkpoints": "all"}, "and the 11 that may lie in a/log 22 GB"),
+    ({"max_steps": 6}, "and the 3 that may lie in a/log 6 GB"),
+    ({"val_every": 0}, "and the 3 that may lie in a/log 6 GB"),
+])
+def test_a_dry_run_tells_the_size_of_all_checkpoints(flags, text, monkeypatch, capsys):
+    monkeypatch.setattr(console, "bytes_of_checkpoint", lambda state: 2_000_000_000)
+    config = make_config(**{"max_steps": 40, "checkpoint_every": 4, "out": "a/log", **flags})
+    console.print_needs(config, Process(), None)
+    printed = capsys.readouterr().out
+    assert f"about 2 GB, {text};" in printed
+    assert "peak" not in printed
+
+
+@pytest.mark.parametrize("flags", [{"checkpoint_every": 0, "out": "a/log"}, {"out": ""}])
+def test_a_dry_run_without_checkpoints_tells_no_size_of_them(flags, capsys):
+    console.print_needs(make_config(**flags), Process(), None)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_dry_run_on_a_gpu_tells_the_peak_of_its_memory_with_the_moments(monkeypatch, capsys):
+    monkeypatch.setattr(console, "peak_memory", lambda device: 3_000_000_000)
+    process = GpuProcess(device="cuda:0")
+    optimizer = SimpleNamespace(bytes_to_allocate=lambda: 1_500_000_000)
+    console.print_needs(make_config(out=""), process, SimpleNamespace(optimizer=optimizer))
+    assert "4.5 GB of GPU memory" in capsys.readouterr().out
 
 
 # ----------------------------------------------------------------------- the summary
