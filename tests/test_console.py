@@ -231,6 +231,12 @@ def test_the_header_tells_what_the_learning_rate_does(flags, said, capsys):
     assert said in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("warmup_steps, said", [(0, True), (5, False)])
+def test_a_sanity_run_is_told_that_its_loss_may_jump_without_warm_up(warmup_steps, said, capsys):
+    print_header(make_config(overfit=True, warmup_steps=warmup_steps, min_lr=6e-4))
+    assert ("without warm-up" in capsys.readouterr().out) == said
+
+
 @pytest.mark.parametrize("divisors, world_size, text", [
     ((1, 1, 1), 1, "2,048 tokens per step = 4 x 32 x 16 micro-steps x 1 process\n"),
     ((1, 1, 1), 2, "2,048 tokens per step = 4 x 32 x 8 micro-steps x 2 processes\n"),
