@@ -51,6 +51,7 @@ class Output:
         self.executor = ThreadPoolExecutor(1, "checkpoint")
         self.pending = None             # the Future of the checkpoint that is being written
         self.extras = set()             # steps saved for their loss alone, beside the periods
+        self.init_digest = None         # of the weights that the run began from
 
     def open(self, start: Start) -> None:
         """Locks the folder, and opens metrics.csv where the run begins or continues.
@@ -74,6 +75,7 @@ class Output:
                 f"checkpoints up to step {start.step} stay, because one of them may be the best")
         self.metrics.continue_at(start.step)
         self.extras.update(start.extras)
+        self.init_digest = start.init_digest
         if self.config.wandb:
             self.wandb = open_wandb(self.out.resolve(), vars(self.config), resumes=start.step > 0)
 
@@ -125,6 +127,7 @@ class Output:
 
         old = self.superfluous_after(step)
         content["extras"] = sorted(self.extras)     # a resume goes on with them
+        content["init_digest"] = self.init_digest
         self.pending = self.executor.submit(self._write, step, content, old)
         if self.process.device == "cpu":
             self.finish_save()
