@@ -182,8 +182,6 @@ def tokens_of_epoch(tokens: int) -> int:
 
 def turn_of(steps: int, tokens: int) -> int:
     """How many steps --preset shakespeare reads backwards at first (frontier.read_backwards)."""
-    if tokens > SMALL_TEXT:
-        return 0
     schedule = schedule_of(steps)
     epoch = tokens_of_epoch(tokens)
     backward = min(epoch, max(0, schedule.tokens_before(steps) - epoch))

@@ -28,8 +28,9 @@ import train_gpt2
 from config import Config
 from model import GPT
 from recipes import RECIPES, fresh_model, load_model
-from runtime.checkpoint import host_copy, read_state, weights_digest
+from runtime.checkpoint import find_start, host_copy, read_state, weights_digest
 from runtime.files import checkpoints, replace_file
+from runtime.ranks import Process
 from runtime.shards import write_shard
 
 SHORT = [*BYTES, "--max_steps", 4, "--val_every", 0, "--device", "cpu",
@@ -339,6 +340,16 @@ def test_other_weights_than_those_the_run_began_with_are_refused(log, asked, tmp
         refused(lambda init=init: train("--out", log, "--init", init), f"not {init}",
                 f"set --init to {values['init']}", "--out")
     assert contents(log) == before
+
+
+def test_a_run_records_a_digest_of_what_it_began_with_if_that_is_a_path(tmp_path, asked):
+    _, values = asked
+    digests = []
+    for init in (values["init"], "owner/model"):
+        flags = Config(init=init, out=str(tmp_path))
+        start = find_start(flags, Process(), {}, lambda source: make_model())
+        digests.append(start.init_digest)
+    assert digests == [weights_digest(make_model()), None]
 
 
 def test_what_a_run_began_with_by_a_name_of_the_hub_is_compared_by_its_name(log, asked, header):
