@@ -1,6 +1,5 @@
 """Named sets of defaults: the sizes of GPT-2, the presets, and the run of --overfit. And the
 command that trains a preset on a text, which fineweb.py prints."""
-import math
 import shlex
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -31,15 +30,16 @@ class Preset:
 
 PRESETS = {
     # 298 steps are two epochs of 0.3M tokens, of which frontier reads the first one backwards: no
-    # validation before that is over says anything. The sequences are long, because a play that
-    # training has not seen repeats its own names. Weight decay pays in a short second epoch.
+    # validation before that is over says anything, and after it there are eight. Each takes as long
+    # as 13 steps. The sequences are long, because a play that training has not seen repeats its own
+    # names. Weight decay pays in a short second epoch.
     "shakespeare": Preset(
         "Trains 35M parameters on 0.3M tokens of input.txt: minutes on a CPU.",
         dict(
             recipe="frontier", data="data/shakespeare", out="log/shakespeare",
             n_layer=4, n_head=2, n_embd=256, block_size=1024,
             total_batch_size=2048, max_steps=298, weight_decay=0.5,
-            val_every=200, hellaswag_every=0, sample_every=200, sample_prompt="auto",
+            val_every=20, hellaswag_every=0, sample_every=200, sample_prompt="auto",
             checkpoint_every=100,
         ),
     ),
@@ -104,7 +104,10 @@ OVERFIT = Preset(
 # ------------------------------------------------------------------- which preset for a text
 
 def next_command(out: Path, val: list[int], train: list[int]) -> str:
-    """The command that trains on shards of so many tokens, as a shell reads it."""
+    """The command that trains on shards of so many tokens, as a shell reads it, and what it does.
+
+    The command is the last of two lines.
+    """
     # `small` trains on 33M tokens: with fewer it would read a text more than once.
     if sum(train) < 32_768_000:
         preset = "shakespeare"
@@ -113,7 +116,9 @@ def next_command(out: Path, val: list[int], train: list[int]) -> str:
     else:
         preset = "gpt2"
 
-    preset_block_size = PRESETS[preset].flags.get("block_size", 1024)
+    flags = PRESETS[preset].flags
+    preset_block_size = flags.get("block_size", 1024)
+    steps = flags.get("max_steps", 19073)
     block_size = length_that_fits(preset_block_size, min(max(val), max(train)))
 
     data = shlex.quote(str(out))
@@ -126,13 +131,33 @@ def next_command(out: Path, val: list[int], train: list[int]) -> str:
         # The preset's decay pays in two short epochs. In 560 steps of one it cost 0.085 nats.
         if steps > 500:
             command += " --weight_decay 0"
-        # With the preset's 200 a long run would validate for longer than it trains. Every 100 steps
-        # it has a checkpoint.
-        if steps > 1000:
-            command += f" --val_every {math.ceil(steps / 1000) * 100}"
+        # The preset's period is for its own steps. Here, too, what is read forwards has 8 or more
+        # validations, and not many more: each takes some 4% of the training's time.
+        if steps != flags["max_steps"]:
+            forward = steps - turn_of(steps, sum(train))
+            command += f" --val_every {forward // 8}"
     if block_size < preset_block_size:
         command += f" --block_size {block_size}"
-    return command
+    return f"{describe_epochs(preset, steps, sum(train))}\n{command}"
+
+
+def describe_epochs(preset: str, steps: int, tokens: int) -> str:
+    """How often a run of so many steps reads the text."""
+    total_batch_size = PRESETS[preset].flags.get("total_batch_size", 524288)
+    tokens_of_run = steps * total_batch_size
+    if preset == "shakespeare":
+        tokens_of_run = schedule_of(steps).tokens_before(steps)
+
+    epochs = float(f"{tokens_of_run / tokens:.2g}")
+    text = f"the run below makes {epochs:g} epochs of the text"
+    if epochs == 1:
+        text = "the run below makes 1 epoch of the text"
+    if preset != "shakespeare" or tokens > SMALL_TEXT:
+        return text
+    if epochs > 3:
+        return (f"{text}, which is too small for a run of its own: rather begin with published "
+                "weights (docs/finetuning.md)")
+    return f"{text}, the first of them backwards"
 
 
 def length_that_fits(length: int, tokens: int) -> int:
@@ -142,26 +167,41 @@ def length_that_fits(length: int, tokens: int) -> int:
     return length
 
 
+def schedule_of(steps: int) -> BatchSchedule:
+    """That of --preset shakespeare with so many steps: the batch of the first may be smaller."""
+    config = SimpleNamespace(**PRESETS["shakespeare"].flags | {"max_steps": steps})
+    config.sequence_length = config.block_size
+    return BatchSchedule(config.total_batch_size, steps, growing_batch(config))
+
+
+def tokens_of_epoch(tokens: int) -> int:
+    """An epoch of --preset shakespeare has whole sequences."""
+    T = PRESETS["shakespeare"].flags["block_size"]
+    return (tokens - 1) // T * T
+
+
+def turn_of(steps: int, tokens: int) -> int:
+    """How many steps --preset shakespeare reads backwards at first (frontier.read_backwards)."""
+    schedule = schedule_of(steps)
+    epoch = tokens_of_epoch(tokens)
+    backward = min(epoch, max(0, schedule.tokens_before(steps) - epoch))
+    return bisect_left(range(steps), backward, key=schedule.tokens_before)
+
+
 def steps_of_epochs(epochs: int, tokens: int) -> int:
     """The steps in which --preset shakespeare reads so many tokens about `epochs` times, but at
     least 100.
     """
-    flags = PRESETS["shakespeare"].flags
-    T = flags["block_size"]
-    tokens = epochs * ((tokens - 1) // T) * T           # an epoch has whole sequences
+    tokens = epochs * tokens_of_epoch(tokens)
 
     def tokens_of_run(steps):
-        # The batch of its first steps may be smaller.
-        config = SimpleNamespace(**flags | {"max_steps": steps})
-        config.sequence_length = config.block_size
-        schedule = BatchSchedule(config.total_batch_size, steps, growing_batch(config))
-        return schedule.tokens_before(steps)
+        return schedule_of(steps).tokens_before(steps)
 
     # The first number of steps that reads them all. Where a step more means larger batches all the
     # way, it reads far more than them: then the one before, if that is nearer.
     steps = bisect_left(range(2**32), tokens, lo=1, key=tokens_of_run)
     beyond = tokens_of_run(steps) - tokens
     missing = tokens - tokens_of_run(steps - 1)
-    if beyond > max(missing, flags["total_batch_size"]):
+    if beyond > max(missing, PRESETS["shakespeare"].flags["total_batch_size"]):
         steps -= 1
     return max(100, steps)

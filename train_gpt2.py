@@ -26,6 +26,7 @@ from config import FLAGS, Config, resolve
 from model import GPT
 from recipes import RECIPES, fresh_model
 from runtime import checkpoint, console, dataloader, hardware, machines, micro_batch, ranks
+from runtime.checkpoint import Start
 from runtime.cli import run_command
 from runtime.dataloader import Data, TrainLoader
 from runtime.language_model import set_how_to_compute
@@ -273,6 +274,8 @@ def evaluate(step: int, run: Run) -> bool:
     """
     config = run.config
     val_is_due = is_due(step, config, config.val_every)
+    if 0 < run.schedule.tokens_before(step) <= run.data.train.backward_tokens:
+        val_is_due = False              # frontier has read backwards so far: it would say nothing
     hellaswag_is_due = is_due(step, config, config.hellaswag_every) and run.hellaswag_batches
     samples_are_due = is_due(step, config, config.sample_every) and step > 0    # at 0 all is noise
     if not (val_is_due or hellaswag_is_due or samples_are_due):
@@ -423,9 +426,7 @@ def main(argv: list[str] | None = None) -> None:
             start_run(asked, config, recipe, start, process)
 
 
-def evaluate_only(
-    config: Config, recipe: Recipe, start: checkpoint.Start, process: Process
-) -> None:
+def evaluate_only(config: Config, recipe: Recipe, start: Start, process: Process) -> None:
     """--eval_only: prints the validation loss of the model of --init, or of the run in --out."""
     data = dataloader.open_data(config, process)
     model = make_model(config, start.model, process.device)
@@ -441,9 +442,7 @@ def evaluate_only(
                    f"{console.loss_text(loss, data)} on {tokens:,} tokens of {config.data}")
 
 
-def start_run(
-    asked: dict, config: Config, recipe: Recipe, start: checkpoint.Start, process: Process
-) -> None:
+def start_run(asked: dict, config: Config, recipe: Recipe, start: Start, process: Process) -> None:
     """Makes the parts of a run, and trains; with --dry_run it ends before that."""
     # Inside `together`, as in open_data, a mistake on one rank ends all of them.
     with process.together():
@@ -468,18 +467,20 @@ def start_run(
     console.print_batch(config, process, schedule, B)
     if config.dry_run:
         seconds = micro_batch.time_micro_step(state, config.sequence_length, process.device, B)
+        console.print_needs(config, process, state)
         console.print_estimate(config, process, data, schedule, start.step, seconds / B)
         return
     hellaswag_batches = hellaswag.batches_of_run(config, process)
 
     # From here on something is written, and a signal asks the run to stop.
-    output = Output(config, process, schedule)
+    output = Output(config, process, schedule, data.train.backward_tokens)
     with process.together():
         output.open(start)
     process.catch_signals()
 
     loader = TrainLoader(data.train, schedule, B, start.step, process)
-    log = console.StepLog(process, schedule, model.flops_per_token(config.sequence_length))
+    flops = model.flops_per_token(config.sequence_length)
+    log = console.StepLog(process, schedule, flops, data.train.backward_tokens)
     run = Run(
         config=config, asked=asked, recipe=recipe, process=process, schedule=schedule, data=data,
         loader=loader, hellaswag_batches=hellaswag_batches, state=state, output=output, log=log)

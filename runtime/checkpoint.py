@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from runtime.cli import RunError, UserError, is_rank_0, print_error, unexpected
 from runtime.files import checkpoints, is_there, reading
+from runtime.huggingface import OPENAI_NAMES
 from runtime.optimizers import CombinedOptimizer, check_plain, on_tensors
 from runtime.recipe import BatchSchedule
 from runtime.weights import (
@@ -31,6 +32,8 @@ class Start:
     step: int = 0                               # steps done
     dtype: str = ""                             # that of the run so far; "" if it is not known
     extras: frozenset = frozenset()             # Output.extras, when the checkpoint was saved
+    init_digest: int | None = None              # of the weights of --init, if that was a path
+    has_same_init: bool = False                 # whether another path of --init means those
     remedy: str = ""                            # what to do if the checkpoint cannot be used
     source: Path | str = ""                     # the file, folder or hub name of the model
 
@@ -56,7 +59,11 @@ def find_start(flags, process, models: dict, load_model: Callable) -> Start:
             process.print0(f"--resume {flags.resume} says where a run begins, and the run in "
                            f"{flags.out} has begun: it continues")
         with process.together():
-            return start_from_checkpoint(path, flags, models)
+            start = start_from_checkpoint(path, flags, models)
+            start.has_same_init = has_same_init(start, flags.init, load_model)
+        if start.has_same_init:
+            process.print0(f"goes on from {path.name}; --init was read when the run began")
+        return start
 
     # If --init differed, some ranks would wait in rank0_first for others that never come.
     process.require_same({"--init": flags.init})
@@ -64,7 +71,25 @@ def find_start(flags, process, models: dict, load_model: Callable) -> Start:
         return Start()
     with process.together():
         source = find_checkpoint(flags.init) or flags.init
-    return Start(process.rank0_first(load_model, source), source=source)
+    model = process.rank0_first(load_model, source)
+    digest = None
+    if isinstance(source, Path):
+        digest = weights_digest(model)
+    return Start(model, source=source, init_digest=digest)
+
+
+def has_same_init(start: Start, init: str, load_model: Callable) -> bool:
+    """Whether a path that the run of a checkpoint did not begin from means the same weights.
+
+    A run may have moved, and what it began from with it. A path that is not there is believed,
+    because nothing is read from it. A name on the hub is compared as it is.
+    """
+    if start.init_digest is None or init in ("scratch", *OPENAI_NAMES, start.flags.get("init")):
+        return False
+    path = find_checkpoint(init)
+    if path is None or not is_there(path):
+        return True
+    return weights_digest(load_model(path)) == start.init_digest
 
 
 def choose_checkpoint(flags) -> Path | None:
@@ -119,9 +144,10 @@ def start_from_checkpoint(path: Path, flags, models: dict) -> Start:
         if dtype not in ("", "float32", "bfloat16", "float16"):
             raise unexpected("its dtype", "float32, bfloat16 or float16", dtype)
         extras = frozenset(checkpoint.get("extras", ()))
+        init_digest = checkpoint.get("init_digest")
     return Start(
-        model, path, checkpoint, checkpoint["step"], dtype=dtype, extras=extras, remedy=remedy,
-        source=path)
+        model, path, checkpoint, checkpoint["step"], dtype=dtype, extras=extras,
+        init_digest=init_digest, remedy=remedy, source=path)
 
 
 def model_shape(model) -> dict:
@@ -193,7 +219,7 @@ def warn_of_backwards(checkpoint: dict, path: Path) -> None:
     if "model_config" not in checkpoint or not is_rank_0():     # another project's; said once
         return
     tokens = checkpoint.get("tokens", 0)
-    turn = checkpoint.get("data", {}).get("tokens_backward", 0)
+    turn = checkpoint.get("data", {}).get("backward_tokens", 0)
     if 0 < tokens <= turn:
         print_error(f"{path} writes backwards, because its run has only read backwards so far "
                     f"({tokens:,} tokens, of which the first {turn:,} are): let it go on")

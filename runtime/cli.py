@@ -38,7 +38,7 @@ def error_of_the_system(error: OSError) -> UserError | RunError:
     if error.filename is None or error.errno in NO_ROOM:
         return RunError(str(error))
     if error.errno in WRONG_PATH:
-        return UserError(str(error))
+        return UserError(f"{error.filename} cannot be used ({error.strerror}): check the path")
     return RunError(f"{error}: check the disk or the mount; the same command goes on")
 
 

@@ -3,7 +3,7 @@ import math
 import shlex
 import statistics
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +15,7 @@ from runtime.cli import RunError
 from runtime.files import checkpoints
 from runtime.hardware import bfloat16_of_cpu, device_name, peak_flops, peak_memory
 from runtime.metrics import Metrics
+from runtime.muon import Muon
 from runtime.recipe import BatchSchedule
 
 RECENT_STEPS = 20           # whose median speed tells the time left
@@ -39,13 +40,16 @@ def counted(n: int, what: str) -> str:
 class StepLog:
     """The lines of the steps on the console, and how fast the steps were.
 
-    `flops_per_token`: forward and backward.
+    `flops_per_token`: forward and backward. `backward_tokens`: those that the run reads backwards.
     """
 
-    def __init__(self, process, schedule: BatchSchedule, flops_per_token: int):
+    def __init__(
+        self, process, schedule: BatchSchedule, flops_per_token: int, backward_tokens: int = 0
+    ):
         self.process = process
         self.schedule = schedule
         self.flops_per_token = flops_per_token
+        self.backward_tokens = backward_tokens
         # One number for each step, in 4 bytes.
         self.losses = array("f")
         self.seconds = array("f")
@@ -77,7 +81,17 @@ class StepLog:
         if recent:
             left = self.schedule.tokens_left(step + 1) * statistics.median(recent)
             parts.append(f"{clock(left)} left")
+        if self.is_turn(step):
+            self.line(step, "the text is read forwards from here on: the loss jumps, because what "
+                            "follows is not yet known")
         self.line(step, " | ".join(parts))
+
+    def is_turn(self, step: int) -> bool:
+        """Whether this is the first step in which the text is no more read backwards."""
+        if self.backward_tokens == 0 or step == 0:
+            return False
+        tokens_before = self.schedule.tokens_before
+        return tokens_before(step - 1) < self.backward_tokens <= tokens_before(step)
 
     def line(self, step: int, text: str) -> None:
         self.process.print0(f"step {step:5d} | {text}")
@@ -111,6 +125,8 @@ def print_header(config, process, data, model, schedule: BatchSchedule, start: S
     c, say = config, process.print0
     if start.path:
         say(f"resuming from {start.path} at step {start.step} of {c.max_steps}")
+    elif c.init != "scratch":
+        say(f"beginning with the weights of --init {c.init}")
     num_params = sum(p.numel() for p in model.parameters())
     say(f"{c.recipe}: {num_params:,} parameters ({counted(c.n_layer, 'layer')}, "
         f"{counted(c.n_head, 'head')}, width {c.n_embd}, vocabulary {c.vocab_size})")
@@ -119,11 +135,11 @@ def print_header(config, process, data, model, schedule: BatchSchedule, start: S
     epochs = tokens / c.sequence_length / data.train.total
     say(f"{c.max_steps:,} steps = {tokens:,} tokens = {epochs:,.2f} epochs; {learning_rates(c)}")
     say(", ".join(plans(c)))
-    if data.train.backward:
-        tokens_backward = data.train.backward * c.sequence_length
-        turn = bisect_left(range(c.max_steps), tokens_backward, key=schedule.tokens_before)
-        say(f"the text is read backwards before step {turn:,}: validation and samples there say "
-            "nothing yet")
+    backward_tokens = data.train.backward_tokens
+    turn = bisect_left(range(c.max_steps), backward_tokens, key=schedule.tokens_before)
+    if backward_tokens and start.step < turn:
+        say(f"the text is read backwards before step {turn:,}: there no validation is made but at "
+            "step 0, and samples say nothing yet")
 
     if c.compile:
         say("compiling the model, which takes about a minute ...")
@@ -157,6 +173,9 @@ def learning_rates(config) -> str:
     text = f"learning rate {config.max_lr:.3g}"
     if config.warmup_steps > 0:
         text += f" after {counted(config.warmup_steps, 'step')} of warm-up"
+    elif config.overfit:
+        # In steps 1 to 3 GPT-2's loss is 8.2, 9.4 and 7.4. With --warmup_steps 10 it falls in each.
+        text += " from the first step on: without warm-up the loss may jump back once"
     if config.warmup_steps >= config.max_steps:
         text += f" (the run has {config.max_steps:,})"
     if config.min_lr != config.max_lr:
@@ -194,7 +213,7 @@ def print_estimate(
     steps = f"{clock(schedule.tokens_left(step) / rate)} for {counted(c.max_steps - step, 'step')}"
     validations = ""
     if c.val_every:
-        count = math.ceil(c.max_steps / c.val_every) - math.ceil(step / c.val_every) + 1
+        count = count_validations(c, schedule, data.train.backward_tokens, step)
         # A forward takes about a third of the time (docs/running.md).
         of_validations = count * data.val_count * c.sequence_length / rate / 3
         validations = f" and {clock(of_validations)} for {counted(count, 'validation')}"
@@ -210,6 +229,53 @@ def print_estimate(
         f"about {c.total_batch_size / rate:.3g} s per step, {steps}{validations} (not counted: "
         f"{', '.join(not_counted)}); nothing was written, and the same command without --dry_run "
         "starts the run")
+
+
+def print_needs(config, process, state) -> None:
+    """The memory of a GPU and the room for checkpoints that a run takes, for --dry_run.
+
+    A micro-step has just been timed: it has left its peak.
+    """
+    c, say = config, process.print0
+    if process.on_gpu:
+        # The first step allocates the moments.
+        peak = peak_memory(process.device) + state.optimizer.bytes_to_allocate()
+        say(f"about {peak / 1e9:.1f} GB of GPU memory at the peak")
+    if not c.out or not c.checkpoint_every:
+        return
+
+    count = math.ceil(c.max_steps / c.checkpoint_every)         # the last one at the end
+    if c.keep_checkpoints != "all":
+        count = min(count, c.keep_checkpoints)
+    if c.val_every:
+        count += 1                                              # the best one
+    size = bytes_of_checkpoint(state)
+    say(f"a checkpoint takes about {size / 1e9:.2g} GB, and the {count} that may lie in {c.out} "
+        f"{count * size / 1e9:.2g} GB; while one is written there is one more")
+
+
+def bytes_of_checkpoint(state) -> int:
+    """Of the weights and their moments, of which Muon has one of each weight and AdamW two."""
+    total = sum(p.nbytes for p in state.model.parameters())
+    for p, optimizer in state.optimizer.optimizer_of.items():
+        moments = 2
+        if isinstance(optimizer, Muon):
+            moments = 1
+        total += moments * p.nbytes
+    return total
+
+
+def count_validations(config, schedule: BatchSchedule, backward_tokens: int, step: int) -> int:
+    """How many validations a run makes from `step` on, of which the last one is at its end."""
+    first, at_step_0 = step, 0
+    if backward_tokens:
+        # As in `evaluate`: at step 0, and then not before something has been read forwards.
+        turned = bisect_right(range(config.max_steps), backward_tokens, key=schedule.tokens_before)
+        first = max(step, turned)
+        if step == 0:
+            at_step_0 = 1
+    periods = math.ceil(config.max_steps / config.val_every) - math.ceil(first / config.val_every)
+    return at_step_0 + periods + 1
 
 
 def loss_text(loss: float, data) -> str:

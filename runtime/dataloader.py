@@ -91,6 +91,11 @@ class TokenDataset:
         # A micro-batch takes only a few rows: keep the shard that is being read.
         self._plan = lru_cache(1)(self._plan)
 
+    @property
+    def backward_tokens(self) -> int:
+        """How many tokens, the first ones of a run, are read from end to start."""
+        return self.backward * self.T
+
     def _fingerprint(self, i):
         """[name, number of tokens, digest] of shard i."""
         shard = self.shards[i]
@@ -305,8 +310,7 @@ class Data:
 
     def record(self) -> dict:
         """What a checkpoint records of the data."""
-        tokens_backward = self.train.backward * self.train.T        # of the run, the first ones
-        return {**self.fingerprints(), "tokens_backward": tokens_backward}
+        return {**self.fingerprints(), "backward_tokens": self.train.backward_tokens}
 
     @cached_property
     def bits_per_byte(self) -> float:

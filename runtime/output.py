@@ -38,10 +38,11 @@ class Output:
     a context manager an Output completes and closes its files, however the run ends.
     """
 
-    def __init__(self, config, process, schedule: BatchSchedule):
+    def __init__(self, config, process, schedule: BatchSchedule, backward_tokens: int = 0):
         self.config = config
         self.process = process
         self.out = Path(config.out)
+        self.backward_tokens = backward_tokens      # read at first, for loss.png
         self.metrics = MetricsFile(self.out / "metrics.csv", schedule.tokens_before)
         self.lock = None                # the locked file; None: nothing is written
         self.wandb = None
@@ -50,6 +51,7 @@ class Output:
         self.executor = ThreadPoolExecutor(1, "checkpoint")
         self.pending = None             # the Future of the checkpoint that is being written
         self.extras = set()             # steps saved for their loss alone, beside the periods
+        self.init_digest = None         # of the weights that the run began from
 
     def open(self, start: Start) -> None:
         """Locks the folder, and opens metrics.csv where the run begins or continues.
@@ -73,6 +75,7 @@ class Output:
                 f"checkpoints up to step {start.step} stay, because one of them may be the best")
         self.metrics.continue_at(start.step)
         self.extras.update(start.extras)
+        self.init_digest = start.init_digest
         if self.config.wandb:
             self.wandb = open_wandb(self.out.resolve(), vars(self.config), resumes=start.step > 0)
 
@@ -101,7 +104,7 @@ class Output:
         self.picture_due = time.monotonic() + PICTURE_SECONDS
         try:
             title = f"{c.recipe}, {c.n_layer} layers of width {c.n_embd}"
-            plot_run(self.metrics, path, title)
+            plot_run(self.metrics, path, title, self.backward_tokens)
         except Exception as error:
             # matplotlib raises all kinds of errors, and no run should end by a picture.
             print_error(f"warning: {path} was not drawn ({brief_error(error)})")
@@ -124,6 +127,7 @@ class Output:
 
         old = self.superfluous_after(step)
         content["extras"] = sorted(self.extras)     # a resume goes on with them
+        content["init_digest"] = self.init_digest
         self.pending = self.executor.submit(self._write, step, content, old)
         if self.process.device == "cpu":
             self.finish_save()

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
@@ -157,10 +158,13 @@ def list_shards(folder: str | Path, split: str) -> list[Path]:
                         "validation shards beside them, whose names have val in the place of train")
     if is_there(folder):
         check_other_files(folder, split)
-    raise UserError(
-        f"{folder} has no shards *_{split}_*.npy or .bin: make edu_fineweb10B with `python "
-        f"fineweb.py`, or for speedrun fineweb10B with `--pretokenized 17`, or shards of your "
-        f"own text with `--input YOUR_TEXT --out {folder}`")
+
+    # What fineweb.py calls these two folders by itself, and all others by --out.
+    flags = {"edu_fineweb10B": "", "fineweb10B": " --pretokenized 17"}
+    own_text = f" --input YOUR_TEXT --out {shlex.quote(str(folder))}"
+    command = f"python fineweb.py{flags.get(str(folder), own_text)}"
+    raise UserError(f"{folder} has no shards *_{split}_*.npy or .bin: make them with `{command}`, "
+                    "or name another folder with --data")
 
 
 # ------------------------------------------------------------ tokens of other programs

@@ -28,8 +28,9 @@ import train_gpt2
 from config import Config
 from model import GPT
 from recipes import RECIPES, fresh_model, load_model
-from runtime.checkpoint import host_copy, read_state, weights_digest
+from runtime.checkpoint import find_start, host_copy, read_state, weights_digest
 from runtime.files import checkpoints, replace_file
+from runtime.ranks import Process
 from runtime.shards import write_shard
 
 SHORT = [*BYTES, "--max_steps", 4, "--val_every", 0, "--device", "cpu",
@@ -300,7 +301,7 @@ def test_a_resume_takes_what_is_given(log):
     assert saved_steps(log)[-1] == 4
 
 
-@pytest.mark.parametrize("name", sorted(FIXED))
+@pytest.mark.parametrize("name", sorted(FIXED.keys() - {"init"}))
 def test_a_resume_with_another_value_of_what_is_fixed_is_refused(name, log, asked):
     _, values = asked
     other = another_value(FIXED[name], values[name])
@@ -308,6 +309,59 @@ def test_a_resume_with_another_value_of_what_is_fixed_is_refused(name, log, aske
     refused(lambda: train("--out", log, *as_flags({name: other})), f"--{name}", values[name],
             f"not {other}", log / "checkpoint_000003.pt", "--out")
     assert contents(log) == before
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_run_that_has_moved_takes_another_path_of_the_weights_it_began_with(
+        is_there, log, asked, header, tmp_path):
+    """And that of a file which is not there any more: nothing is read from it."""
+    _, values = asked
+    path = tmp_path / "moved" / "base.pt"
+    if is_there:
+        path.parent.mkdir()
+        shutil.copy(values["init"], path)
+    text = header("--out", log, "--init", path)
+    assert "goes on from checkpoint_000003.pt; --init was read" in text
+    assert "at step 3 of 3" in text
+
+    # The next resume of what this one saves takes either path.
+    train("--out", log, "--init", path, "--max_steps", 4)
+    for init in (path, values["init"]):
+        assert "at step 4 of 4" in header("--out", log, "--init", init)
+
+
+def test_other_weights_than_those_the_run_began_with_are_refused(log, asked, tmp_path):
+    _, values = asked
+    content = torch.load(values["init"], weights_only=True)
+    content["model"]["transformer.wte.weight"][0, 0] += 1
+    torch.save(content, tmp_path / "other.pt")
+    before = contents(log)
+    for init in (tmp_path / "other.pt", "gpt2", "scratch"):
+        refused(lambda init=init: train("--out", log, "--init", init), f"not {init}",
+                f"set --init to {values['init']}", "--out")
+    assert contents(log) == before
+
+
+def test_a_run_records_a_digest_of_what_it_began_with_if_that_is_a_path(tmp_path, asked):
+    _, values = asked
+    digests = []
+    for init in (values["init"], "owner/model"):
+        flags = Config(init=init, out=str(tmp_path))
+        start = find_start(flags, Process(), {}, lambda source: make_model())
+        digests.append(start.init_digest)
+    assert digests == [weights_digest(make_model()), None]
+
+
+def test_what_a_run_began_with_by_a_name_of_the_hub_is_compared_by_its_name(log, asked, header):
+    def by_name(content):
+        content["config"]["init"] = "owner/model"
+        content["init_digest"] = None
+
+    _, values = asked
+    change(log / "checkpoint_000003.pt", by_name)
+    assert "at step 3 of 3" in header("--out", log, "--init", "owner/model")
+    for init in (values["init"], "owner/other"):
+        refused(lambda init=init: train("--out", log, "--init", init), "set --init to owner/model")
 
 
 def test_a_resume_with_the_same_value_of_what_is_fixed_is_none_to_refuse(log, asked, capsys):
@@ -352,7 +406,7 @@ def test_a_run_from_init_is_continued_by_the_same_command(byte_data, a_run, head
     train("--data", byte_data, *SHORT, "--max_steps", 1, "--init", a_run, "--out", tmp_path)
     again = ["--out", tmp_path, "--max_steps", 1]
     assert " at step 1 of 1" in header(*again, "--init", a_run)
-    refused(lambda: header(*again, "--init", a_run / "best"), "--init", a_run)
+    refused(lambda: header(*again, "--init", a_run / "checkpoint_000001.pt"), "--init", a_run)
     refused(lambda: header(*again, "--init", a_run, "--n_layer", 3), "--n_layer 2", "not 3")
     # The shape of a preset, which --init overrode then, is no contradiction now.
     header(*again, "--init", a_run, "--preset", "gpt2-medium")

@@ -90,6 +90,17 @@ def test_what_ends_a_command_is_one_line_and_an_exit_code(
     assert stderr.count("\n") == 1
 
 
+def test_a_path_that_is_not_there_is_told_as_typed_and_without_the_systems_number(
+        monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["command.py"])
+    with pytest.raises(SystemExit):
+        run_command(lambda: open("nowhere/model.pt"))
+    line = capsys.readouterr().err
+    assert "command.py: nowhere/model.pt" in line
+    assert "No such file" in line and "check the path" in line
+    assert "Errno" not in line
+
+
 def test_a_bug_keeps_its_traceback():
     result = run_main("raise ValueError('a bug')")
 

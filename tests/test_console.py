@@ -7,17 +7,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import refused
-from peers import make_run
+from peers import RECIPES, GpuProcess, make_run
 
 import sample
 from config import Config
 from model import GPT, GPTConfig
 from runtime import console
-from runtime.checkpoint import Start
+from runtime.checkpoint import Start, gather_state
 from runtime.console import StepLog, clock, counted
 from runtime.hardware import peak_flops
 from runtime.ranks import Process
 from runtime.recipe import BatchSchedule
+from train_gpt2 import train_step
 
 
 def make_log(process=None, schedule=None, flops_per_token=10**6):
@@ -105,6 +106,25 @@ def test_mfu_is_the_share_of_all_gpus_peak(world_size, share, monkeypatch, capsy
     assert "tok/sec: 1,000 |" in line, "of all GPUs"
 
 
+# A step has 1,000 tokens.
+@pytest.mark.parametrize("steps, backward_tokens, turn", [
+    (range(6), 0, None), (range(6), 3000, 3), (range(6), 3001, 4), (range(6), 1, 1),
+    (range(3), 3000, None), (range(3, 6), 3000, 3), (range(4, 6), 3000, None)])
+def test_the_step_in_which_the_reading_turns_says_so_once(steps, backward_tokens, turn, capsys):
+    log = StepLog(Process(), BatchSchedule(1000, 100), 10**6, backward_tokens)
+    for step in steps:
+        log.step(step, 4.0, 1.0, 1e-3, 1.0)
+
+    lines = capsys.readouterr().out.splitlines()
+    told = [i for i, line in enumerate(lines) if "forwards" in line]
+    if turn is None:
+        assert told == []
+    else:
+        [i] = told
+        assert lines[i].startswith(f"step     {turn} |")
+        assert lines[i + 1].startswith(f"step     {turn} | loss")
+
+
 def test_other_ranks_print_nothing(capsys):
     log = make_log(Process(rank=1, world_size=2))
     log.step(0, 4.0, 1.0, 1e-3, 1.0)
@@ -128,7 +148,7 @@ def print_header(config, process=None, start=None, backward=0, divisors=(1, 1, 1
     """Of a run with 500 sequences of data."""
     if process is None:
         process = Process()
-    data = SimpleNamespace(train=SimpleNamespace(total=500, backward=backward))
+    data = SimpleNamespace(train=SimpleNamespace(total=500, backward_tokens=32 * backward))
     schedule = BatchSchedule(config.total_batch_size, config.max_steps, divisors)
     start = start or Start()
     console.print_machine(config, process, start)
@@ -177,6 +197,21 @@ def test_the_header_says_until_when_the_text_is_read_backwards(divisors, backwar
     assert (f"before step {step}:" in text) == (step is not None)
 
 
+@pytest.mark.parametrize("step, said", [(0, True), (14, True), (15, False), (30, False)])
+def test_a_run_that_resumes_behind_the_turn_does_not_hear_of_it(step, said, capsys):
+    print_header(make_config(max_steps=37), backward=120, start=Start(path="a.pt", step=step))
+    assert ("backwards" in capsys.readouterr().out) == said
+
+
+def test_a_finetuning_names_the_weights_that_it_begins_with(capsys):
+    print_header(make_config(init="log/base/best"), start=Start(source="log/base/checkpoint_9.pt"))
+    assert "weights of --init log/base/best\n" in capsys.readouterr().out
+    for config, start in (
+        (make_config(), None), (make_config(init="gpt2"), Start(path="log/checkpoint_9.pt"))):
+        print_header(config, start=start)
+        assert "weights" not in capsys.readouterr().out
+
+
 def test_a_compiled_run_says_that_it_takes_a_while_and_one_without_out_writes_nothing(capsys):
     print_header(make_config(compile=True, out=""), Process(world_size=2))
     text = capsys.readouterr().out
@@ -196,6 +231,12 @@ def test_the_header_tells_what_the_learning_rate_does(flags, said, capsys):
     assert said in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("warmup_steps, said", [(0, True), (5, False)])
+def test_a_sanity_run_is_told_that_its_loss_may_jump_without_warm_up(warmup_steps, said, capsys):
+    print_header(make_config(overfit=True, warmup_steps=warmup_steps, min_lr=6e-4))
+    assert ("without warm-up" in capsys.readouterr().out) == said
+
+
 @pytest.mark.parametrize("divisors, world_size, text", [
     ((1, 1, 1), 1, "2,048 tokens per step = 4 x 32 x 16 micro-steps x 1 process\n"),
     ((1, 1, 1), 2, "2,048 tokens per step = 4 x 32 x 8 micro-steps x 2 processes\n"),
@@ -209,6 +250,12 @@ def test_the_product_of_the_batch_is_the_tokens_of_a_step(divisors, world_size, 
     assert capsys.readouterr().out == text
 
 
+def make_data(backward_tokens=0):
+    """Of which a validation reads four sequences."""
+    return SimpleNamespace(
+        val_count=4, train=SimpleNamespace(backward_tokens=backward_tokens))
+
+
 @pytest.mark.parametrize("step, val_every, text", [
     # A validation reads 4 x 32 tokens, in a third of a second.
     (0, 0, "0:00:48 for 24 steps ("),
@@ -219,12 +266,28 @@ def test_the_product_of_the_batch_is_the_tokens_of_a_step(divisors, world_size, 
 ])
 def test_an_estimate_has_the_time_of_a_step_and_of_all_that_is_left(step, val_every, text, capsys):
     config = make_config(max_steps=24, val_every=val_every)
-    data = SimpleNamespace(val_count=4)
-    console.print_estimate(config, Process(), data, BatchSchedule(256, 24), step, 0.25)
+    console.print_estimate(config, Process(), make_data(), BatchSchedule(256, 24), step, 0.25)
     printed = capsys.readouterr().out
 
     assert f"about 2 s per step, {text}" in printed
     assert "--dry_run" in printed
+
+
+@pytest.mark.parametrize("step, tokens, validations", [
+    (0, 1, "7 validations"),                # at 0, 4, 8, ..., 24
+    (0, 10 * 256, "5 validations"),         # at 0, 12, 16, 20, 24
+    (0, 12 * 256, "4 validations"),         # of the forwards part nothing is trained yet at 12
+    (0, 12 * 256 - 1, "5 validations"),
+    (3, 10 * 256, "4 validations"),
+    (17, 10 * 256, "2 validations"),
+    (24, 12 * 256, "1 validation ("),
+])
+def test_an_estimate_counts_no_validation_of_what_is_read_backwards(
+        step, tokens, validations, capsys):
+    config = make_config(max_steps=24, val_every=4)
+    console.print_estimate(
+        config, Process(), make_data(tokens), BatchSchedule(256, 24), step, 0.25)
+    assert f" for {validations}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flags, world_size, not_counted", [
@@ -237,10 +300,52 @@ def test_an_estimate_has_the_time_of_a_step_and_of_all_that_is_left(step, val_ev
 def test_an_estimate_names_what_the_run_has_and_it_does_not_count(
         flags, world_size, not_counted, capsys):
     config = make_config(max_steps=24, **flags)
-    data = SimpleNamespace(val_count=4)
     process = Process(world_size=world_size)
-    console.print_estimate(config, process, data, BatchSchedule(256, 24), 0, 0.25)
+    console.print_estimate(config, process, make_data(), BatchSchedule(256, 24), 0, 0.25)
     assert not_counted in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_size_of_a_checkpoint_is_that_of_the_weights_and_moments_it_holds(recipe):
+    run = make_run(recipe=recipe)
+    size = console.bytes_of_checkpoint(run.state)
+    train_step(0, run)
+    moments = gather_state(run.state, run.process)["optimizers"]
+
+    tensors = list(run.state.model.parameters())
+    for state in moments.values():
+        tensors += [value for value in state.values() if torch.is_tensor(value)]
+    assert size == pytest.approx(sum(tensor.nbytes for tensor in tensors), rel=0.01)
+
+
+@pytest.mark.parametrize("flags, text", [
+    ({}, "and the 4 that may lie in a/log 8 GB"),                       # of 0.002 TB each
+    ({"keep_checkpoints": 1}, "and the 2 that may lie in a/log 4 GB"),
+    ({"keep_checkpoints": "all"}, "and the 11 that may lie in a/log 22 GB"),
+    ({"max_steps": 6}, "and the 3 that may lie in a/log 6 GB"),
+    ({"val_every": 0}, "and the 3 that may lie in a/log 6 GB"),
+])
+def test_a_dry_run_tells_the_size_of_all_checkpoints(flags, text, monkeypatch, capsys):
+    monkeypatch.setattr(console, "bytes_of_checkpoint", lambda state: 2_000_000_000)
+    config = make_config(**{"max_steps": 40, "checkpoint_every": 4, "out": "a/log", **flags})
+    console.print_needs(config, Process(), None)
+    printed = capsys.readouterr().out
+    assert f"about 2 GB, {text};" in printed
+    assert "peak" not in printed
+
+
+@pytest.mark.parametrize("flags", [{"checkpoint_every": 0, "out": "a/log"}, {"out": ""}])
+def test_a_dry_run_without_checkpoints_tells_no_size_of_them(flags, capsys):
+    console.print_needs(make_config(**flags), Process(), None)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_dry_run_on_a_gpu_tells_the_peak_of_its_memory_with_the_moments(monkeypatch, capsys):
+    monkeypatch.setattr(console, "peak_memory", lambda device: 3_000_000_000)
+    process = GpuProcess(device="cuda:0")
+    optimizer = SimpleNamespace(bytes_to_allocate=lambda: 1_500_000_000)
+    console.print_needs(make_config(out=""), process, SimpleNamespace(optimizer=optimizer))
+    assert "4.5 GB of GPU memory" in capsys.readouterr().out
 
 
 # ----------------------------------------------------------------------- the summary

@@ -248,6 +248,23 @@ def test_an_evaluation_is_due_at_its_period_and_after_the_last_step(step, cells,
         assert run.output.pictures == [False]
 
 
+def test_there_is_no_validation_of_what_is_read_backwards_but_at_step_0(made):
+    """The first 32 sequences are, which are four steps: at step 4 nothing else was read yet."""
+    run = make_run(max_steps=11, val_every=2)
+    run.data.train.backward = 32
+    lowest = [step for step in range(12) if evaluate(step, run)]
+
+    assert [row["step"] for row in run.output.rows] == [0, 6, 8, 10, 11]
+    assert lowest == [0], "all have the same loss"
+
+
+def test_samples_are_made_of_what_is_read_backwards_too(made):
+    run = make_run(max_steps=11, val_every=2, sample_every=2)
+    run.data.train.backward = 32
+    evaluate(2, run)
+    assert made == ["print_samples"]
+
+
 def test_an_evaluation_tells_whether_its_loss_is_the_lowest_so_far(made, monkeypatch):
     losses = iter([3.0, 2.0, 2.0, 1.0, 4.0])
     monkeypatch.setattr(train_gpt2, "validation_loss", lambda *arguments: next(losses))

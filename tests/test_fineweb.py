@@ -629,7 +629,8 @@ def test_the_last_line_is_a_command_that_runs_as_printed(folder, capsys):
     following, python, *command = shlex.split(capsys.readouterr().out.splitlines()[-1])
     assert [following, python] == ["next:", "python"]
     assert command[1:] == ["--preset", "shakespeare", "--data", "it's $HOME", "--out",
-                           "log/it's $HOME", "--max_steps", "100", "--block_size", "16"]
+                           "log/it's $HOME", "--max_steps", "100", "--val_every", "12",
+                           "--block_size", "16"]
 
     small = "--n_layer 1 --n_head 1 --n_embd 16 --max_steps 1 --checkpoint_every 0 --device cpu"
     done = script(*command, *small.split())

@@ -1,5 +1,6 @@
 """frontier.py: what it has beside speedrun.py (test_speedrun.py), and a batch that grows."""
 import math
+import re
 import shutil
 from bisect import bisect_left
 from types import SimpleNamespace as Config
@@ -365,6 +366,25 @@ def test_a_loss_of_a_model_that_writes_backwards_says_so(flags, two_epochs, tmp_
     printed = capsys.readouterr()
     assert "validation loss" in printed.out
     assert "backwards" in printed.err
+
+
+def test_a_run_says_draws_and_validates_where_its_reading_turns(
+        flags, tmp_path, monkeypatch, capsys):
+    pictures = []
+    monkeypatch.setattr("runtime.output.plot_run", lambda *arguments: pictures.append(arguments))
+    train(*flags, "--max_steps", 24, "--val_every", 1, "--checkpoint_every", 0, "--out", tmp_path)
+
+    text = capsys.readouterr().out
+    turn = int(re.search(r"backwards before step (\d+)", text)[1])
+    assert re.findall(r"step +(\d+) \| .* forwards", text) == [str(turn)]
+
+    tokens = logged(tmp_path, "tokens")
+    *_, backward_tokens = pictures[-1]
+    assert tokens[turn - 1] < backward_tokens <= tokens[turn]
+    first = turn
+    if tokens[turn] == backward_tokens:         # nothing else has been read yet
+        first = turn + 1
+    assert list(logged(tmp_path, "val")) == [0, *range(first, 25)]
 
 
 def look_at_text(run):

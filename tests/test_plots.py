@@ -69,7 +69,7 @@ def test_losses_and_hellaswag_are_drawn_against_tokens(tmp_path, figures):
     assert (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG"
     assert points(figures[0]) == {
         "training loss": [[0, 10.8], [100, 9], [200, 8]],
-        "validation loss": [[0, 10.9], None, [200, 7]],
+        "validation loss": [[0, 10.9], [200, 7]],
         "HellaSwag, acc_norm": [[0, 0.25], [300, 0.26]],
     }
     assert figures[0].get_suptitle() == "a title"
@@ -88,15 +88,59 @@ def test_losses_share_a_panel_and_both_axes_say_what_they_are(tmp_path, figures)
         assert panel.xaxis.get_major_formatter()(10e9) == "10B"
 
 
-def test_only_the_validation_at_step_0_stands_apart(tmp_path, figures):
-    """Between it and the next one the loss falls steeply, far below a straight line."""
-    losses = [10.9, 7.0, 6.5, 6.2]
-    plot_run(make_metrics(val=losses), tmp_path / "loss.png", "")
-    plot_run(make_metrics(val=[None, *losses[1:]]), tmp_path / "loss.png", "")
+def test_a_long_run_has_a_running_mean_over_its_pale_single_steps(tmp_path, figures):
+    losses = [4.0, 6.0, 5.0] * 25
+    plot_run(make_metrics(train=losses), tmp_path / "loss.png", "")
 
-    joined = [[100, 7.0], [200, 6.5], [300, 6.2]]
-    assert points(figures[0])["validation loss"] == [[0, 10.9], None, *joined]
-    assert points(figures[1])["validation loss"] == joined
+    steps, mean = figures[0].axes[0].lines
+    assert steps.get_ydata().tolist() == losses
+    assert mean.get_label() == "training loss, mean of 3 steps"
+    assert mean.get_ydata().tolist() == pytest.approx([5.0] * 74 + [5.5])
+    assert steps.get_alpha() < 0.5 and steps.get_linewidth() < mean.get_linewidth()
+
+
+def test_the_mean_is_of_the_steps_around_a_step_and_at_the_ends_of_those_that_are_there(
+        tmp_path, figures):
+    plot_run(make_metrics(train=[8.0] + [0.0] * 48 + [4.0]), tmp_path / "loss.png", "")
+    mean = figures[0].axes[0].lines[1].get_ydata().tolist()
+    assert mean == [8.0, 4.0] + [0.0] * 47 + [2.0]
+
+
+def test_what_is_read_backwards_is_shaded_labelled_and_not_joined_to_the_rest(tmp_path, figures):
+    """Steps of 100 tokens, of which 60 are read backwards. The loss jumps from 4 to 7 there."""
+    val = [9.0] + [None] * 69 + [6.0] + [None] * 29 + [5.0]
+    metrics = make_metrics(train=[4.0] * 60 + [7.0] * 60, val=val)
+    plot_run(metrics, tmp_path / "loss.png", "", 6000)
+
+    [panel] = figures[0].axes
+    steps, mean, validation = panel.lines
+    for line, name in ((steps, "steps"), (mean, "mean")):
+        values = line.get_ydata().tolist()
+        assert values[:60] == [4.0] * 60, name
+        assert math.isnan(values[60]), name
+        assert values[61:] == [7.0] * 60, name
+    assert validation.get_xydata().tolist() == [[7000, 6.0], [10000, 5.0]]
+
+    [shaded] = panel.patches
+    assert (shaded.get_x(), shaded.get_width()) == (0, 6000)
+    backwards, forwards = panel.texts
+    assert "backwards" in backwards.get_text() and "forwards" in forwards.get_text()
+    assert 0 < backwards.get_position()[0] < 6000 < forwards.get_position()[0]
+
+
+def test_a_run_that_is_still_before_the_turn_is_drawn(tmp_path, figures):
+    """It has a validation at step 0, of which nothing can be seen yet."""
+    plot_run(make_metrics(val=[9.0]), tmp_path / "loss.png", "", 6000)
+    assert figures == []
+
+    plot_run(make_metrics(train=[8.0, 7.0], val=[9.0]), tmp_path / "loss.png", "", 6000)
+    assert points(figures[0]) == {"training loss": [[0, 8.0], [100, 7.0]]}
+
+
+def test_a_run_that_reads_forwards_has_no_shade(tmp_path, figures):
+    plot_run(make_metrics(train=[8.0, 7.0]), tmp_path / "loss.png", "")
+    [panel] = figures[0].axes
+    assert list(panel.patches) == list(panel.texts) == []
 
 
 def test_the_fall_in_the_first_twentieth_is_cut_off(tmp_path, figures):
@@ -112,6 +156,13 @@ def test_the_fall_in_the_first_twentieth_is_cut_off(tmp_path, figures):
     assert bounds[0][0] < 5.0
     assert bounds[2][0] < 10.9 < bounds[2][1]
     assert figures[0].axes[1].get_ylim()[1] > 0.9
+
+
+def test_single_steps_that_jump_do_not_shrink_the_rest(tmp_path, figures):
+    losses = [5.0] * 100
+    losses[50] = 9.0
+    plot_run(make_metrics(train=losses), tmp_path / "loss.png", "")
+    assert 6.0 < figures[0].axes[0].get_ylim()[1] < 7.0
 
 
 @pytest.mark.parametrize("n, text", [
@@ -161,7 +212,7 @@ def now(monkeypatch):
 
 
 def test_a_picture_is_drawn_at_most_once_a_minute_and_at_the_end(output, now, monkeypatch):
-    def note(metrics, path, title):
+    def note(metrics, path, *others):
         drawn.append((now.time, path))
 
     drawn = []
@@ -180,7 +231,7 @@ def test_a_picture_is_drawn_at_most_once_a_minute_and_at_the_end(output, now, mo
 def test_a_picture_that_fails_is_a_warning_and_is_tried_again(output, now, monkeypatch, capsys):
     failures = []
 
-    def fail(metrics, path, title):
+    def fail(metrics, path, *others):
         failures.append(path)
         raise OverflowError("too many ticks")
 

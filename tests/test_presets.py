@@ -5,7 +5,7 @@ import pytest
 
 import frontier
 from config import Config
-from presets import PRESETS, next_command
+from presets import PRESETS, SMALL_TEXT, next_command
 from runtime.recipe import make_batch_schedule
 
 
@@ -32,15 +32,42 @@ def test_the_next_command_has_the_steps_of_two_epochs_of_a_small_text_and_one_of
     assert epochs == pytest.approx(expected, abs=tolerance)
 
 
-@pytest.mark.parametrize("count", [306_054, 600_000, 10**6, 10**7])
-def test_a_run_of_the_next_command_validates_at_most_ten_times_where_it_has_a_checkpoint(count):
+@pytest.mark.parametrize("count", [
+    300, 5000, 40_000, 120_000, 200_000, 306_054, 450_000, 600_000, 10**6, 2 * 10**6, 10**7])
+def test_a_run_of_the_next_command_validates_8_to_15_times_where_it_reads_forwards(count):
     words = next_command(Path("d"), [10**5], [count]).split()
     flags = dict(zip(words, words[1:], strict=False))
-    preset = PRESETS["shakespeare"].flags
-    val_every = int(flags.get("--val_every", preset["val_every"]))
+    values = PRESETS["shakespeare"].flags | {"max_steps": int(flags["--max_steps"])}
+    values["val_every"] = int(flags.get("--val_every", values["val_every"]))
+    config = Config(**values)
+    config.sequence_length = config.block_size
+    schedule = make_batch_schedule(frontier.RECIPE, config, world_size=1)
 
-    assert 1 < int(flags["--max_steps"]) / val_every <= 10
-    assert val_every == preset["val_every"] or val_every % preset["checkpoint_every"] == 0
+    sequences = schedule.tokens_before(config.max_steps) // 1024
+    backward = 0
+    if count <= SMALL_TEXT:
+        backward = frontier.read_backwards(config, sequences, (count - 1) // 1024)
+    steps = []
+    for step in range(config.max_steps + 1):
+        is_due = step % config.val_every == 0 or step == config.max_steps
+        if is_due and schedule.tokens_before(step) > 1024 * backward:
+            steps.append(step)
+    assert 8 <= len(steps) <= 15
+
+
+@pytest.mark.parametrize("count, words", [
+    (5000, ["epochs", "docs/finetuning.md"]),
+    (306_054, ["2 epochs", "the first of them backwards"]),
+    (10**7, ["1 epoch of"]),
+    (65_536_000, ["0.5 epochs"]),
+    (10**10, ["1 epoch of"]),
+])
+def test_the_line_before_the_next_command_says_how_often_the_text_is_read(count, words):
+    line, command = next_command(Path("d"), [10**5], [count]).splitlines()
+    assert command.startswith("next: python train_gpt2.py")
+    for word in words:
+        assert word in line
+    assert ("finetuning" in line) == (count == 5000)
 
 
 @pytest.mark.parametrize("count, off", [(306_054, False), (10**6, True), (10**7, True)])

@@ -3,6 +3,7 @@ import errno
 import json
 import mmap
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -100,11 +101,18 @@ def test_hidden_files_are_no_shards(name, tmp_path):
     assert shard_names(tmp_path) == []
 
 
-@pytest.mark.parametrize("name", ["missing", "empty"])
-def test_a_folder_without_shards_is_refused_with_the_ways_to_make_some(name, tmp_path):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="python fineweb.py"):
-        list_shards(tmp_path / name, "train")
+@pytest.mark.parametrize("folder, command", [
+    ("edu_fineweb10B", "`python fineweb.py`"),
+    ("fineweb10B", "`python fineweb.py --pretokenized 17`"),
+    ("data/company", "`python fineweb.py --input YOUR_TEXT --out data/company`"),
+    ("my data", "`python fineweb.py --input YOUR_TEXT --out 'my data'`"),
+])
+def test_a_folder_without_shards_is_refused_with_the_command_that_makes_its_own(
+        folder, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused(lambda: list_shards(folder, "train"), folder, command)
+    Path(folder).mkdir(parents=True)
+    refused(lambda: list_shards(folder, "val"), folder, command)
 
 
 @pytest.mark.parametrize("split, other, remedy", [
