@@ -70,12 +70,6 @@ def test_the_line_before_the_next_command_says_how_often_the_text_is_read(count,
     assert ("finetuning" in line) == (count == 5000)
 
 
-@pytest.mark.parametrize("count, off", [(306_054, False), (10**6, True), (10**7, True)])
-def test_the_next_command_turns_weight_decay_off_in_long_runs(count, off):
-    words = next_command(Path("d"), [10**5], [count]).split()
-    assert ("--weight_decay" in words) == off
-
-
 def test_small_reads_its_text_once_at_most():
     flags = PRESETS["small"].flags
     assert flags["total_batch_size"] * flags["max_steps"] <= 32_768_000
