@@ -2,7 +2,7 @@
 
 It is speedrun.py (record 10) with a tied head, and
 
-    from later records    shifted keys, the bigram table, a lower softcap, a batch that grows
+    from later records    shifted keys, the bigram table, a batch that grows
     new here              rows for stems and forms, the start of the shifted keys, the pointer, the
                           eps of the embedding; for small texts a first epoch backwards, and a
                           sample of the logits
@@ -213,7 +213,6 @@ class FrontierGPT(ModernLanguageModel):
     """182.1M parameters at GPT-2's size: 38.6M in the bigram table, 18.2M in that of the parts."""
     recipe = "frontier"
     kept_vectors = 20.9                         # with the pointer's scores of 1,024 tokens
-    softcap = 15.0                              # record 18
 
     # A VocabularySample, if training on a CPU computes the logits of a sample of the tokens only,
     # which changes a loss by noise. Evaluations compute all.

@@ -160,7 +160,7 @@ class ModernLanguageModel(LanguageModel):
     Config = SpeedrunConfig
     kept_vectors = 20.1         # see LanguageModel; counted for speedrun
     blocks_per_bucket = 4       # all blocks read x0 and v1: each cut adds up their gradients
-    softcap = 0.0               # if c > 0, the logits are c tanh(y / c) for the head's output y
+    softcap = 30.0              # c: logits are c tanh(y / c) of the head's output y; 0: they are y
     zero_at_start = ()          # endings of the names of parameters that are zero in a new model
     embedding_std = 1.0         # of the rows of a new embedding
 
@@ -287,9 +287,6 @@ class ModernLanguageModel(LanguageModel):
 class SpeedrunGPT(ModernLanguageModel):
     """Record 10: 162.2M parameters at GPT-2's size, because embedding and head are not tied."""
     recipe = "speedrun"
-
-    # The logits stay in (-30, 30) (arXiv:2408.00118, section 2).
-    softcap = 30.0
 
     # Output projections and head start at zero (arXiv:2203.03466). So the blocks of a new model add
     # nothing to the embedding, and its first loss is ln(vocab_size).

@@ -362,7 +362,6 @@ class FrontierForCausalLM(SpeedrunForCausalLM):
     """
     config_class = FrontierConfig
     Attention = FrontierAttention
-    softcap = 15.0
 
     def add_tables(self, config):
         V, C = config.padded_vocab_size, config.n_embd

@@ -40,7 +40,7 @@ def make_model(recipe, gelu=None, **shape):
         # The padding would be sampled, if it could be.
         model.lm_head.weight[VOCAB_SIZE:] *= 20
         if recipe == "frontier":
-            model.pointer.sentinel_bias += 3    # fewer copies: otherwise one token would go on
+            model.pointer.sentinel_bias += 6    # fewer copies: otherwise one token would go on
     return model
 
 
@@ -312,7 +312,7 @@ def test_transformers_continues_as_we_do(exported, use_cache):
     expected = model.generate(prompts, 18, temperature=0)
     assert torch.equal(found, expected)
     assert expected.max() < VOCAB_SIZE
-    assert len(expected[:, 10:].unique()) > 7
+    assert len(expected[:, 10:].unique()) > 6
 
 
 @pytest.mark.parametrize("padding", [1, 7])
