@@ -63,9 +63,12 @@ def test_a_preset_that_has_a_recipe_is_refused_with_another_one():
     parse_flags(f"{line} frontier".split())
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", sorted(PRESETS.keys() - {"shakespeare"}))
 def test_a_presets_validations_come_with_checkpoints(preset):
-    """Others would save the best weights once more, between the checkpoints."""
+    """Others would save the best weights once more, between the checkpoints.
+
+    Those of shakespeare do, which takes a second each.
+    """
     config = config_of(f"--preset {preset}")
     assert config.val_every % config.checkpoint_every == 0
 
