@@ -15,7 +15,6 @@ from runtime.cli import RunError
 from runtime.files import checkpoints
 from runtime.hardware import bfloat16_of_cpu, device_name, peak_flops, peak_memory
 from runtime.metrics import Metrics
-from runtime.muon import Muon
 from runtime.recipe import BatchSchedule
 
 RECENT_STEPS = 20           # whose median speed tells the time left
@@ -255,14 +254,10 @@ def print_needs(config, process, state) -> None:
 
 
 def bytes_of_checkpoint(state) -> int:
-    """Of the weights and their moments, of which Muon has one of each weight and AdamW two."""
-    total = sum(p.nbytes for p in state.model.parameters())
-    for p, optimizer in state.optimizer.optimizer_of.items():
-        moments = 2
-        if isinstance(optimizer, Muon):
-            moments = 1
-        total += moments * p.nbytes
-    return total
+    """Of the weights and their moments."""
+    weights = sum(p.nbytes for p in state.model.parameters())
+    moments = sum(state.optimizer.bytes_of_moments(p) for p in state.optimizer.optimizer_of)
+    return weights + moments
 
 
 def count_validations(config, schedule: BatchSchedule, backward_tokens: int, step: int) -> int:

