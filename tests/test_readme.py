@@ -108,3 +108,22 @@ def test_a_shell_can_read_the_commands(page, shell):
         if language == "bash":
             done = subprocess.run([shell, "-n"], input=block, capture_output=True, text=True)
             assert (done.returncode, done.stderr) == (0, ""), block
+
+
+# ----------------------------------------------------------------------- names
+
+BUILD_NANOGPTS = {"NANOGPT_SCALE_INIT"}
+
+
+@pytest.mark.parametrize("page", ["lecture.md", "recipes.md"])
+def test_the_names_on_a_page_are_those_of_the_code(page):
+    code = ""
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("runtime/*.py")]:
+        code += path.read_text(encoding="utf-8")
+    words = set(re.findall(r"\w+", code))
+
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    names = set(re.findall(r"`([A-Za-z_]\w*)`", text)) - BUILD_NANOGPTS
+    names = {name for name in names if not re.fullmatch("[0-9a-f]{7}", name)}       # a commit
+    assert len(names) > 20
+    assert names <= words, names - words
