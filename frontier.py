@@ -179,9 +179,9 @@ class Pointer(nn.Module):
         self.sentinel_bias = nn.Parameter(torch.tensor(SENTINEL))
 
     def forward(self, x, e, tokens, past):
-        """x and e (B, T, C) -> float32 (B, T, S), which copies each of the S tokens, and (B, T).
+        """The shares of the S tokens, float32 (B, T, S), and that of the head, (B, T).
 
-        x are final hidden states, e embeddings, both of the last T of the tokens (B, S).
+        x and e (B, T, C) are final hidden states and embeddings of the last T of the tokens (B, S).
         """
         # A query asks what comes next. The key of a token says which hidden state has predicted it,
         # that of the token before, and which token it is.
@@ -197,7 +197,8 @@ class Pointer(nn.Module):
         cosines = (q @ k.mT).float() / C                                        # (B, T, S)
         sees = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
 
-        # No token is copied behind its like: in a sample that would go on as "ORDORDORD".
+        # A token like the current one is not copied: samples would go on as "ORDORDORD". So the
+        # first token sees none, all of its scores are -inf, and the head's share is 1.
         sees = sees & (tokens[:, None, :] != tokens[:, -T:, None])              # (B, T, S)
         scores = (self.scale * cosines).masked_fill(~sees, float("-inf"))
         sentinel = self.sentinel_bias + (x.float() @ self.sentinel) / C**0.5    # (B, T)

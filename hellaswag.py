@@ -31,14 +31,14 @@ HUB_NAME = "Rowan/hellaswag"
 
 # ----------------------------------------------------------------------------- examples
 
-def load_examples(path: str | Path | None = None, flag: str = "data") -> list[dict]:
+def load_examples(path: str | Path | None = None) -> list[dict]:
     """The examples of the .jsonl file `path`, or without one the hub's validation split.
 
     Each is a dict with `ctx`, `endings` (4 strings) and `label` (0-3). UserError if they cannot be
-    read; it names `flag`, which takes such a file.
+    read.
     """
     if not path:
-        return load_examples_of_the_hub(flag)
+        return load_examples_of_the_hub()
     with reading(f"HellaSwag's data {path}", "choose a .jsonl file of HellaSwag examples"):
         text = read_text(path, errors="strict")
 
@@ -56,7 +56,7 @@ def load_examples(path: str | Path | None = None, flag: str = "data") -> list[di
     return examples
 
 
-def load_examples_of_the_hub(flag: str) -> list[dict]:
+def load_examples_of_the_hub() -> list[dict]:
     import datasets
 
     try:
@@ -64,7 +64,7 @@ def load_examples_of_the_hub(flag: str) -> list[dict]:
     except Exception as error:          # of the network's errors each library has its own classes
         raise UserError(f"HellaSwag ({HUB_NAME}) cannot be fetched from the Hugging Face hub "
                         f"({brief_error(error)}): check the connection, or name a .jsonl file of "
-                        f"its examples with --{flag}") from None
+                        "its examples (--data; of train_gpt2.py --hellaswag_data)") from None
     return [check_example(row, f"{HUB_NAME}, row {i}") for i, row in enumerate(rows)]
 
 
@@ -238,7 +238,7 @@ def fetch_examples(process) -> list[dict]:
 def examples_or_problem() -> tuple[list[dict], str]:
     """(the hub's examples, ""), or ([], why they cannot be fetched)."""
     try:
-        return load_examples(flag="hellaswag_data"), ""
+        return load_examples(), ""
     except (UserError, ModuleNotFoundError) as error:
         return [], str(error)
 

@@ -16,8 +16,8 @@ GPT2_SIZES = {
 }
 
 
-# A text of at most so many tokens is small. fineweb.py proposes to read it twice, of which frontier
-# reads it backwards once, and on a CPU computes a sample of its logits (docs/recipes.md).
+# A text of at most so many tokens is small. fineweb.py proposes to read it twice. frontier reads it
+# backwards the first time, and on a CPU computes a sample of its logits (docs/recipes.md).
 SMALL_TEXT = 2**20
 
 
@@ -29,9 +29,9 @@ class Preset:
 
 
 PRESETS = {
-    # 298 steps are two epochs of 0.3M tokens, of which frontier reads the first one backwards. Then
-    # there are eight validations, each of which takes as long as some ten steps. The sequences are
-    # long, because a play that training has not seen repeats its own names.
+    # 298 steps are two epochs of 0.3M tokens, of which frontier reads the first one backwards. In
+    # the second there are eight validations, each of which takes as long as some ten steps. The
+    # sequences are long, because a play that training has not seen repeats its own names.
     "shakespeare": Preset(
         "Trains 35M parameters on 0.3M tokens of input.txt: minutes on a CPU.",
         dict(
@@ -177,11 +177,14 @@ def tokens_of_epoch(tokens: int) -> int:
 
 
 def turn_of(steps: int, tokens: int) -> int:
-    """How many steps --preset shakespeare reads backwards at first (frontier.read_backwards)."""
+    """How many steps --preset shakespeare reads a small text backwards at first.
+
+    See read_backwards in frontier.py.
+    """
     schedule = schedule_of(steps)
     epoch = tokens_of_epoch(tokens)
     backward = min(epoch, max(0, schedule.tokens_before(steps) - epoch))
-    return bisect_left(range(steps), backward, key=schedule.tokens_before)
+    return schedule.first_step_after(backward)
 
 
 def steps_of_epochs(epochs: int, tokens: int) -> int:

@@ -274,12 +274,13 @@ def evaluate(step: int, run: Run) -> bool:
     """
     config = run.config
     val_is_due = is_due(step, config, config.val_every)
-    if 0 < run.schedule.tokens_before(step) <= run.data.train.backward_tokens:
-        val_is_due = False              # frontier has read backwards so far: it would say nothing
     hellaswag_is_due = is_due(step, config, config.hellaswag_every) and run.hellaswag_batches
     samples_are_due = is_due(step, config, config.sample_every) and step > 0    # at 0 all is noise
     if not (val_is_due or hellaswag_is_due or samples_are_due):
         return False
+    if 0 < run.schedule.tokens_before(step) <= run.data.train.backward_tokens:
+        run.output.draw_losses()
+        return False                    # frontier has only read backwards: all would say nothing
 
     run.state.model.eval()              # no dropout; train_step calls train()
     found = {}                          # {column of metrics.csv: value}

@@ -81,12 +81,15 @@ def find_start(flags, process, models: dict, load_model: Callable) -> Start:
 def has_same_init(start: Start, init: str, load_model: Callable) -> bool:
     """Whether a path that the run of a checkpoint did not begin from means the same weights.
 
-    A run may have moved, and what it began from with it. A path that is not there is believed,
-    because nothing is read from it. A name on the hub is compared as it is.
+    A run may have moved, and what it began from with it. A path where no model lies is believed,
+    because nothing is read from it; OWNER/NAME cannot be told from such a path.
     """
     if start.init_digest is None or init in ("scratch", *OPENAI_NAMES, start.flags.get("init")):
         return False
-    path = find_checkpoint(init)
+    try:
+        path = find_checkpoint(init)
+    except (UserError, FileNotFoundError):              # a folder without a model
+        return True
     if path is None or not is_there(path):
         return True
     return weights_digest(load_model(path)) == start.init_digest
@@ -133,8 +136,6 @@ def start_from_checkpoint(path: Path, flags, models: dict) -> Start:
         # Rank 0 has found it, perhaps on another machine.
         raise RunError(f"{path} was listed and is not there: check the disk or the mount, which "
                        "all machines have to share; the same command goes on") from None
-    if flags.eval_only:
-        warn_of_backwards(checkpoint, path)
     with reading_run_state(path, remedy):
         model = model_from_checkpoint(checkpoint, path, models, remedy)
         for name in ("step", "tokens"):
@@ -145,6 +146,8 @@ def start_from_checkpoint(path: Path, flags, models: dict) -> Start:
             raise unexpected("its dtype", "float32, bfloat16 or float16", dtype)
         extras = frozenset(checkpoint.get("extras", ()))
         init_digest = checkpoint.get("init_digest")
+    if flags.eval_only:
+        warn_of_backwards(checkpoint, path)
     return Start(
         model, path, checkpoint, checkpoint["step"], dtype=dtype, extras=extras,
         init_digest=init_digest, remedy=remedy, source=path)
@@ -216,13 +219,13 @@ def model_from_checkpoint(
 
 def warn_of_backwards(checkpoint: dict, path: Path) -> None:
     """Says so if the run of a checkpoint has only read its text backwards so far (frontier)."""
-    if "model_config" not in checkpoint or not is_rank_0():     # another project's; said once
-        return
+    if "model_config" not in checkpoint:
+        return                                          # another project's
     tokens = checkpoint.get("tokens", 0)
     turn = checkpoint.get("data", {}).get("backward_tokens", 0)
-    if 0 < tokens <= turn:
+    if 0 < tokens <= turn and is_rank_0():
         print_error(f"{path} writes backwards, because its run has only read backwards so far "
-                    f"({tokens:,} tokens, of which the first {turn:,} are): let it go on")
+                    f"({tokens:,} tokens; the first {turn:,} are read so): let it go on")
 
 
 # ----------------------------------------------------------------------- what a run takes from it

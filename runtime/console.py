@@ -3,7 +3,6 @@ import math
 import shlex
 import statistics
 from array import array
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -48,7 +47,9 @@ class StepLog:
         self.process = process
         self.schedule = schedule
         self.flops_per_token = flops_per_token
-        self.backward_tokens = backward_tokens
+        self.turn = 0               # the first step whose text is no more read backwards
+        if backward_tokens:
+            self.turn = schedule.first_step_after(backward_tokens)
         # One number for each step, in 4 bytes.
         self.losses = array("f")
         self.seconds = array("f")
@@ -80,17 +81,10 @@ class StepLog:
         if recent:
             left = self.schedule.tokens_left(step + 1) * statistics.median(recent)
             parts.append(f"{clock(left)} left")
-        if self.is_turn(step):
-            self.line(step, "the text is read forwards from here on: the loss jumps, because what "
-                            "follows is not yet known")
+        if step == self.turn > 0:
+            self.line(step, "the text is read forwards from here on: the loss jumps, because the "
+                            "model has not learned yet what comes next")
         self.line(step, " | ".join(parts))
-
-    def is_turn(self, step: int) -> bool:
-        """Whether this is the first step in which the text is no more read backwards."""
-        if self.backward_tokens == 0 or step == 0:
-            return False
-        tokens_before = self.schedule.tokens_before
-        return tokens_before(step - 1) < self.backward_tokens <= tokens_before(step)
 
     def line(self, step: int, text: str) -> None:
         self.process.print0(f"step {step:5d} | {text}")
@@ -134,11 +128,9 @@ def print_header(config, process, data, model, schedule: BatchSchedule, start: S
     epochs = tokens / c.sequence_length / data.train.total
     say(f"{c.max_steps:,} steps = {tokens:,} tokens = {epochs:,.2f} epochs; {learning_rates(c)}")
     say(", ".join(plans(c)))
-    backward_tokens = data.train.backward_tokens
-    turn = bisect_left(range(c.max_steps), backward_tokens, key=schedule.tokens_before)
-    if backward_tokens and start.step < turn:
-        say(f"the text is read backwards before step {turn:,}: there no validation is made but at "
-            "step 0, and samples say nothing yet")
+    turn = schedule.first_step_after(data.train.backward_tokens)
+    if start.step < turn:
+        say(f"the text is read backwards before step {turn:,}, and nothing is evaluated until then")
 
     if c.compile:
         say("compiling the model, which takes about a minute ...")
@@ -265,8 +257,7 @@ def count_validations(config, schedule: BatchSchedule, backward_tokens: int, ste
     first, at_step_0 = step, 0
     if backward_tokens:
         # As in `evaluate`: at step 0, and then not before something has been read forwards.
-        turned = bisect_right(range(config.max_steps), backward_tokens, key=schedule.tokens_before)
-        first = max(step, turned)
+        first = max(step, schedule.first_step_after(backward_tokens + 1))
         if step == 0:
             at_step_0 = 1
     periods = math.ceil(config.max_steps / config.val_every) - math.ceil(first / config.val_every)

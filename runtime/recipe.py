@@ -1,5 +1,6 @@
 """What a recipe is, and how many tokens each step of a run has. It needs no torch."""
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -92,6 +93,10 @@ class BatchSchedule:
 
     def tokens_left(self, step: int) -> int:
         return self.tokens_before(self.max_steps) - self.tokens_before(step)
+
+    def first_step_after(self, tokens: int) -> int:
+        """The first step before which so many tokens have been read, or max_steps."""
+        return bisect_left(range(self.max_steps), tokens, key=self.tokens_before)
 
     def progress(self, step: int) -> float:
         """The share of the run's tokens that came before the step."""

@@ -159,7 +159,7 @@ def list_shards(folder: str | Path, split: str) -> list[Path]:
     if is_there(folder):
         check_other_files(folder, split)
 
-    # What fineweb.py calls these two folders by itself, and all others by --out.
+    # fineweb.py makes these two folders without --out; any other is named by it.
     flags = {"edu_fineweb10B": "", "fineweb10B": " --pretokenized 17"}
     own_text = f" --input YOUR_TEXT --out {shlex.quote(str(folder))}"
     command = f"python fineweb.py{flags.get(str(folder), own_text)}"

@@ -92,8 +92,8 @@ def tell_of_best(source: str | Path) -> None:
     except (UserError, FileNotFoundError):
         return                          # it has not been validated, or metrics.csv is gone
     if best != newest:
-        print_error(f"{newest.name} is the newest of {source}; {source}/best, which is "
-                    f"{best.name}, has a lower validation loss")
+        print_error(f"{newest.name} is the newest of {source}; the lowest validation loss is that "
+                    f"of {source}/best, which is {best.name}")
 
 
 # ---------------------------------------------------------------------- reading a file

@@ -194,7 +194,7 @@ def test_the_header_says_until_when_the_text_is_read_backwards(divisors, backwar
     print_header(make_config(max_steps=37), backward=backward, divisors=divisors)
     text = capsys.readouterr().out
     assert ("backwards" in text) == (step is not None)
-    assert (f"before step {step}:" in text) == (step is not None)
+    assert (f"before step {step}," in text) == (step is not None)
 
 
 @pytest.mark.parametrize("step, said", [(0, True), (14, True), (15, False), (30, False)])

@@ -258,11 +258,13 @@ def test_there_is_no_validation_of_what_is_read_backwards_but_at_step_0(made):
     assert lowest == [0], "all have the same loss"
 
 
-def test_samples_are_made_of_what_is_read_backwards_too(made):
-    run = make_run(max_steps=11, val_every=2, sample_every=2)
+def test_of_what_is_read_backwards_the_training_loss_alone_is_drawn(made):
+    run = make_run(max_steps=11, val_every=2, hellaswag_every=2, sample_every=2)
+    run.hellaswag_batches = ["a batch"]
     run.data.train.backward = 32
     evaluate(2, run)
-    assert made == ["print_samples"]
+    assert made == run.output.rows == []
+    assert run.output.pictures == [False]
 
 
 def test_an_evaluation_tells_whether_its_loss_is_the_lowest_so_far(made, monkeypatch):

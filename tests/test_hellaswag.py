@@ -263,21 +263,21 @@ def test_all_ranks_read_a_runs_examples(rank, tmp_path, monkeypatch):
     batches = batches_of_run(config_of(hellaswag_data=str(path)), OneOfTwo(rank))
     assert sum(len(labels) for *_, labels in batches) == 30
 
-    monkeypatch.setattr(hellaswag, "load_examples_of_the_hub", lambda flag: EXAMPLES)
+    monkeypatch.setattr(hellaswag, "load_examples_of_the_hub", lambda: EXAMPLES)
     batches = batches_of_run(config_of(), OneOfTwo(rank))
     assert sum(len(labels) for *_, labels in batches) == 30
 
 
 def test_where_rank_0_has_failed_the_others_do_not_try(monkeypatch):
     """The hub's library waits and tries again for half a minute."""
-    monkeypatch.setattr(hellaswag, "load_examples_of_the_hub", lambda flag: pytest.fail("it tries"))
+    monkeypatch.setattr(hellaswag, "load_examples_of_the_hub", lambda: pytest.fail("it tries"))
     assert batches_of_run(config_of(), OneOfTwo(1, "no network")) == []
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_where_one_rank_has_no_examples_the_others_use_none(rank, monkeypatch, capsys):
     """They would wait for its counts."""
-    monkeypatch.setattr(hellaswag, "load_examples_of_the_hub", lambda flag: EXAMPLES)
+    monkeypatch.setattr(hellaswag, "load_examples_of_the_hub", lambda: EXAMPLES)
     process = OneOfTwo(rank)
     process.gather = lambda value: ["", "no connection"]
 
@@ -302,7 +302,7 @@ def test_whatever_the_hub_answers_a_run_goes_on_with_a_warning(error, monkeypatc
 
 
 def test_a_run_without_hellaswag_reads_nothing(monkeypatch):
-    monkeypatch.setattr(hellaswag, "load_examples", lambda *path, **flag: pytest.fail("it reads"))
+    monkeypatch.setattr(hellaswag, "load_examples", lambda *path: pytest.fail("it reads"))
     assert batches_of_run(config_of(hellaswag_every=0), Process()) == []
 
 
