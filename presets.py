@@ -115,6 +115,7 @@ def next_command(out: Path, val: list[int], train: list[int]) -> str:
     else:
         preset = "gpt2"
 
+    # A preset leaves some flags as Config has them.
     flags = PRESETS[preset].flags
     preset_block_size = flags.get("block_size", 1024)
     steps = flags.get("max_steps", 19073)
