@@ -36,7 +36,7 @@ def check_a_micro_step_of_frontier(play):
     report = play_five_steps(play, "frontier", 2, 16, 4 * 2 * 16 * 1024)
     assert report.bytes_of_training("bytes") <= 22.4e9
     assert report.bytes_of_training("outside") <= 13.7e9
-    assert report.allocated <= 4.5 * GiB
+    assert report.allocated <= 4.6 * GiB
 
 
 @pytest.mark.parametrize("card, memory, sequences", [
