@@ -38,8 +38,8 @@ PRESETS = {
             recipe="frontier", data="data/shakespeare", out="log/shakespeare",
             n_layer=4, n_head=2, n_embd=256, block_size=1024,
             total_batch_size=2048, max_steps=298,
-            val_every=20, hellaswag_every=0, sample_every=200, sample_prompt="auto",
-            checkpoint_every=100,
+            val_tokens=65536, val_every=20, hellaswag_every=0, sample_every=200,
+            sample_prompt="auto", checkpoint_every=100,
         ),
     ),
     "small": Preset(
