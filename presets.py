@@ -120,12 +120,14 @@ def next_command(out: Path, val: list[int], train: list[int]) -> str:
     preset_block_size = flags.get("block_size", 1024)
     steps = flags.get("max_steps", 19073)
     block_size = length_that_fits(preset_block_size, min(max(val), max(train)))
+    # As a run counts: an epoch has whole sequences alone.
+    epoch = sum((n - 1) // block_size * block_size for n in train)
 
     data = shlex.quote(str(out))
     log = shlex.quote(f"log/{out.resolve().name}")
     command = f"next: python train_gpt2.py --preset {preset} --data {data} --out {log}"
     if preset == "shakespeare":
-        epochs = 2 if sum(train) <= SMALL_TEXT else 1   # of two the first is read backwards
+        epochs = 2 if epoch <= SMALL_TEXT else 1        # of two the first is read backwards
         steps = steps_of_epochs(epochs, sum(train))
         command += f" --max_steps {steps}"
         # The preset's period is for its own steps. Here, too, what is read forwards has 8 or more
@@ -135,11 +137,11 @@ def next_command(out: Path, val: list[int], train: list[int]) -> str:
             command += f" --val_every {forward // 8}"
     if block_size < preset_block_size:
         command += f" --block_size {block_size}"
-    return f"{describe_epochs(preset, steps, sum(train))}\n{command}"
+    return f"{describe_epochs(preset, steps, epoch)}\n{command}"
 
 
 def describe_epochs(preset: str, steps: int, tokens: int) -> str:
-    """How often a run of so many steps reads the text."""
+    """How often a run of so many steps reads a text, of which an epoch has so many tokens."""
     total_batch_size = PRESETS[preset].flags.get("total_batch_size", 524288)
     tokens_of_run = steps * total_batch_size
     if preset == "shakespeare":

@@ -6,16 +6,20 @@ import importlib.util
 import json
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runtime.cli import UserError, brief_error, print_error, unexpected
+from runtime.cli import UserError, brief_error, is_rank_0, print_error, unexpected
 from runtime.files import is_there, reading, replace_file
 from runtime.tokenizer import ASSETS, EOT, VOCAB_SIZE, bpe_file, token_bytes
 from runtime.weights import EMBEDDING, HEAD, build_model, gpt2_in_our_names, transpose
+
+# The files that have a tokenizer's tokens. Older models have both, newer ones the second alone.
+TOKENIZERS = ("vocab.json", "tokenizer.json")
 
 # The models on the hub whose owner, openai-community, can be left out.
 OPENAI_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -82,13 +86,14 @@ def from_huggingface(source: str | Path, models: dict):
             recipe = "gpt2"
             config |= gpt2_settings(config)
             weights = gpt2_in_our_names(read_weights(folder))
+            warn_of_tokenizer(source, folder)
         return build_model(models[recipe], config, weights)
 
 
 def download_model(name: str) -> Path:
     """The folder with the hub's model `name`. UserError if it cannot be fetched."""
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import RemoteEntryNotFoundError
+    from huggingface_hub.errors import EntryNotFoundError, RemoteEntryNotFoundError
 
     repo = name
     if name in OPENAI_NAMES:
@@ -101,6 +106,10 @@ def download_model(name: str) -> Path:
         try:
             hf_hub_download(repo, "model.safetensors", local_files_only=cached)
             config = hf_hub_download(repo, "config.json", local_files_only=cached)
+            if name not in OPENAI_NAMES:                        # for warn_of_tokenizer
+                for optional in TOKENIZERS:
+                    with suppress(EntryNotFoundError):
+                        hf_hub_download(repo, optional, local_files_only=cached)
             return Path(config).parent
         except RemoteEntryNotFoundError:
             raise UserError(f"{name} on the Hugging Face hub has no model.safetensors or no "
@@ -131,6 +140,25 @@ def check_hub_name(name: str) -> None:
 
     if name.count("/") > 1:
         raise UserError(f"{name} is neither a file nor a folder: check the path")
+
+
+def warn_of_tokenizer(source: str | Path, folder: Path) -> None:
+    """Says so if the tokens of a folder's model are not GPT-2's: then it knows no text of ours."""
+    vocabulary, tokenizer = (folder / name for name in TOKENIZERS)
+    if vocabulary.is_file():
+        tokens = read_json(vocabulary)
+    elif tokenizer.is_file():
+        tokens = read_json(tokenizer).get("model", {}).get("vocab")
+    else:
+        return
+
+    # It may have more: many add one for padding. Some have <|endoftext|> in another file.
+    ours = json.loads(bpe_file("encoder.json"))
+    del ours["<|endoftext|>"]
+    is_gpt2s = isinstance(tokens, dict) and ours.items() <= tokens.items()
+    if not is_gpt2s and is_rank_0():
+        print_error(f"{source} has a tokenizer of its own, and fineweb.py and sample.py use "
+                    "GPT-2's: train it on shards of its own tokens (docs/finetuning.md)")
 
 
 def read_json(path: Path) -> dict:

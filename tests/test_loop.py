@@ -288,7 +288,7 @@ def test_a_dry_run_tells_the_time_of_a_step_and_makes_none(flags, tmp_path, caps
 
 
 def set_time_of_a_micro_step(seconds):
-    micro_batch.time_micro_step = lambda *args: seconds
+    micro_batch.time_micro_step = lambda *args, tries: seconds
 
 
 @pytest.mark.parametrize("processes, time", [(1, "0:00:24"), (2, "0:00:12")])

@@ -428,7 +428,60 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
         load_model(tmp_path)
 
 
+# ----------------------------------------------------------------------- another tokenizer
+
+def give_it_another_token(folder):
+    """One token of a folder's tokenizer becomes another, as if it was of another language."""
+    for name, key in (("vocab.json", ""), ("tokenizer.json", "model")):
+        settings = json.loads((folder / name).read_text())
+        vocab = settings[key]["vocab"] if key else settings
+        vocab["żółć"] = vocab.pop("the")
+        (folder / name).write_text(json.dumps(settings))
+
+
+@pytest.mark.parametrize("left_out", [[], ["vocab.json"]])
+def test_a_folder_whose_tokens_are_not_gpt2s_says_so(left_out, tmp_path, capsys):
+    make_model(vocab_size=50304).save_pretrained(tmp_path)
+    for name in left_out:
+        (tmp_path / name).unlink()
+    load_model(tmp_path)
+    assert capsys.readouterr().err == ""
+
+    make_model(vocab_size=50304).save_pretrained(tmp_path / "polish")
+    give_it_another_token(tmp_path / "polish")
+    for name in left_out:
+        (tmp_path / "polish" / name).unlink()
+    load_model(tmp_path / "polish")
+    error = capsys.readouterr().err
+    assert f"{tmp_path / 'polish'} has a tokenizer of its own" in error
+    assert error.count("\n") == 1
+
+
+def test_a_tokenizer_that_has_a_token_for_padding_besides_is_gpt2s(tmp_path, capsys):
+    make_model(vocab_size=50304).save_pretrained(tmp_path)
+    vocab = json.loads((tmp_path / "vocab.json").read_text())
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab | {"<|pad|>": 50257}))
+    load_model(tmp_path)
+    assert capsys.readouterr().err == ""
+
+
 # ----------------------------------------------------------------------- the hub
+
+def test_a_model_of_the_hub_whose_tokens_are_not_gpt2s_says_so(tmp_path):
+    make_model(vocab_size=50304).save_pretrained(tmp_path / "published")
+    give_it_another_token(tmp_path / "published")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "published").iterdir()}
+    del files["vocab.json"]             # a newer model has the other file alone
+
+    with Hub() as hub:
+        hub.put("somebody/polish", files)
+        env = hub.env | {"HF_HOME": str(tmp_path / "cache")}
+        results = [script("export.py", "somebody/polish", tmp_path / out, env=env)
+                   for out in ("first", "from its cache")]
+    for result in results:
+        assert result.returncode == 0, result.stderr
+        assert "tokenizer of its own" in result.stderr
+
 
 def test_gpt2_comes_from_the_hub_and_then_from_its_cache(tmp_path):
     theirs = transformers_model(vocab_size=50257)
