@@ -467,8 +467,9 @@ def start_run(asked: dict, config: Config, recipe: Recipe, start: Start, process
     B = micro_batch.choose_micro_batch(config, schedule, state, process)
     console.print_batch(config, process, schedule, B)
     if config.dry_run:
+        process.print0("timing a micro-step ...")
         seconds = micro_batch.time_micro_step(
-            state, config.sequence_length, process.device, B, tries=3)
+            state, config.sequence_length, process.device, B, tries=2)
         console.print_needs(config, process, state)
         console.print_estimate(config, process, data, schedule, start.step, seconds / B)
         return

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runtime.cli import UserError, brief_error, is_rank_0, print_error, unexpected
+from runtime.cli import UserError, brief_error, print_error, unexpected
 from runtime.files import is_there, reading, replace_file
 from runtime.tokenizer import ASSETS, EOT, VOCAB_SIZE, bpe_file, token_bytes
 from runtime.weights import EMBEDDING, HEAD, build_model, gpt2_in_our_names, transpose
@@ -85,8 +85,10 @@ def from_huggingface(source: str | Path, models: dict):
         else:
             recipe = "gpt2"
             config |= gpt2_settings(config)
+            # Where there are fewer tokens, everybody knows that they are not GPT-2's.
+            if config.get("vocab_size", VOCAB_SIZE) >= VOCAB_SIZE:
+                check_tokenizer(source, folder)
             weights = gpt2_in_our_names(read_weights(folder))
-            warn_of_tokenizer(source, folder)
         return build_model(models[recipe], config, weights)
 
 
@@ -106,7 +108,7 @@ def download_model(name: str) -> Path:
         try:
             hf_hub_download(repo, "model.safetensors", local_files_only=cached)
             config = hf_hub_download(repo, "config.json", local_files_only=cached)
-            if name not in OPENAI_NAMES:                        # for warn_of_tokenizer
+            if name not in OPENAI_NAMES:                        # for check_tokenizer
                 for optional in TOKENIZERS:
                     with suppress(EntryNotFoundError):
                         hf_hub_download(repo, optional, local_files_only=cached)
@@ -142,8 +144,8 @@ def check_hub_name(name: str) -> None:
         raise UserError(f"{name} is neither a file nor a folder: check the path")
 
 
-def warn_of_tokenizer(source: str | Path, folder: Path) -> None:
-    """Says so if the tokens of a folder's model are not GPT-2's: then it knows no text of ours."""
+def check_tokenizer(source: str | Path, folder: Path) -> None:
+    """UserError if the folder has a tokenizer, and its tokens are not GPT-2's."""
     vocabulary, tokenizer = (folder / name for name in TOKENIZERS)
     if vocabulary.is_file():
         tokens = read_json(vocabulary)
@@ -155,10 +157,9 @@ def warn_of_tokenizer(source: str | Path, folder: Path) -> None:
     # It may have more: many add one for padding. Some have <|endoftext|> in another file.
     ours = json.loads(bpe_file("encoder.json"))
     del ours["<|endoftext|>"]
-    is_gpt2s = isinstance(tokens, dict) and ours.items() <= tokens.items()
-    if not is_gpt2s and is_rank_0():
-        print_error(f"{source} has a tokenizer of its own, and fineweb.py and sample.py use "
-                    "GPT-2's: train it on shards of its own tokens (docs/finetuning.md)")
+    if not isinstance(tokens, dict) or not ours.items() <= tokens.items():
+        raise UserError(f"{source} has a tokenizer of its own, and all scripts here use GPT-2's: "
+                        "choose a model with GPT-2's tokens (docs/finetuning.md)")
 
 
 def read_json(path: Path) -> dict:

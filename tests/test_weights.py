@@ -440,34 +440,37 @@ def give_it_another_token(folder):
 
 
 @pytest.mark.parametrize("left_out", [[], ["vocab.json"]])
-def test_a_folder_whose_tokens_are_not_gpt2s_says_so(left_out, tmp_path, capsys):
-    make_model(vocab_size=50304).save_pretrained(tmp_path)
-    for name in left_out:
-        (tmp_path / name).unlink()
-    load_model(tmp_path)
-    assert capsys.readouterr().err == ""
-
-    make_model(vocab_size=50304).save_pretrained(tmp_path / "polish")
+def test_a_folder_whose_tokens_are_not_gpt2s_is_refused(left_out, tmp_path):
+    for folder in (tmp_path / "english", tmp_path / "polish"):
+        make_model(vocab_size=50304).save_pretrained(folder)
     give_it_another_token(tmp_path / "polish")
     for name in left_out:
+        (tmp_path / "english" / name).unlink()
         (tmp_path / "polish" / name).unlink()
-    load_model(tmp_path / "polish")
-    error = capsys.readouterr().err
-    assert f"{tmp_path / 'polish'} has a tokenizer of its own" in error
-    assert error.count("\n") == 1
+
+    load_model(tmp_path / "english")
+    with pytest.raises(UserError, match=f"{tmp_path / 'polish'} .*tokenizer"):
+        load_model(tmp_path / "polish")
 
 
-def test_a_tokenizer_that_has_a_token_for_padding_besides_is_gpt2s(tmp_path, capsys):
+def test_a_folder_with_fewer_tokens_than_gpt2_may_have_another_tokenizer(tmp_path):
+    """Then the run and sample.py know that they are not GPT-2's."""
+    theirs = transformers_model()
+    theirs.save_pretrained(tmp_path)
+    (tmp_path / "vocab.json").write_text(json.dumps({"a": 0, "b": 1}))
+    assert_loads_as(theirs, tmp_path)
+
+
+def test_a_tokenizer_that_has_a_token_for_padding_besides_is_gpt2s(tmp_path):
     make_model(vocab_size=50304).save_pretrained(tmp_path)
     vocab = json.loads((tmp_path / "vocab.json").read_text())
     (tmp_path / "vocab.json").write_text(json.dumps(vocab | {"<|pad|>": 50257}))
     load_model(tmp_path)
-    assert capsys.readouterr().err == ""
 
 
 # ----------------------------------------------------------------------- the hub
 
-def test_a_model_of_the_hub_whose_tokens_are_not_gpt2s_says_so(tmp_path):
+def test_a_model_of_the_hub_whose_tokens_are_not_gpt2s_is_refused(tmp_path):
     make_model(vocab_size=50304).save_pretrained(tmp_path / "published")
     give_it_another_token(tmp_path / "published")
     files = {path.name: path.read_bytes() for path in (tmp_path / "published").iterdir()}
@@ -479,8 +482,9 @@ def test_a_model_of_the_hub_whose_tokens_are_not_gpt2s_says_so(tmp_path):
         results = [script("export.py", "somebody/polish", tmp_path / out, env=env)
                    for out in ("first", "from its cache")]
     for result in results:
-        assert result.returncode == 0, result.stderr
-        assert "tokenizer of its own" in result.stderr
+        assert result.returncode == 2
+        assert "somebody/polish has a tokenizer" in result.stderr
+        assert result.stderr.count("\n") == 1
 
 
 def test_gpt2_comes_from_the_hub_and_then_from_its_cache(tmp_path):
