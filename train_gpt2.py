@@ -467,11 +467,7 @@ def start_run(asked: dict, config: Config, recipe: Recipe, start: Start, process
     B = micro_batch.choose_micro_batch(config, schedule, state, process)
     console.print_batch(config, process, schedule, B)
     if config.dry_run:
-        process.print0("timing a micro-step ...")
-        seconds = micro_batch.time_micro_step(
-            state, config.sequence_length, process.device, B, tries=2)
-        console.print_needs(config, process, state)
-        console.print_estimate(config, process, data, schedule, start.step, seconds / B)
+        estimate(config, process, data, schedule, start.step, state, B)
         return
     hellaswag_batches = hellaswag.batches_of_run(config, process)
 
@@ -490,6 +486,18 @@ def start_run(asked: dict, config: Config, recipe: Recipe, start: Start, process
     with output, closing(loader):                   # the files, and the thread that reads ahead
         step, stopped = train(start.step, run)
     console.print_summary(run, step, stopped)
+
+
+def estimate(
+    config: Config, process: Process, data: Data, schedule: BatchSchedule, step: int,
+    state: TrainState, B: int,
+) -> None:
+    """--dry_run: what the run would take from `step` on, in time, memory and room on the disk."""
+    T = config.sequence_length
+    process.print0("timing a micro-step ...")
+    seconds = micro_batch.time_micro_step(state, T, process.device, B, tries=2)
+    console.print_needs(config, process, state)
+    console.print_estimate(config, process, data, schedule, step, seconds / B)
 
 
 if __name__ == "__main__":
