@@ -85,7 +85,7 @@ def from_huggingface(source: str | Path, models: dict):
         else:
             recipe = "gpt2"
             config |= gpt2_settings(config)
-            # Where there are fewer tokens, everybody knows that they are not GPT-2's.
+            # Fewer tokens than GPT-2 has are known to be others wherever they are used.
             if config.get("vocab_size", VOCAB_SIZE) >= VOCAB_SIZE:
                 check_tokenizer(source, folder)
             weights = gpt2_in_our_names(read_weights(folder))
