@@ -112,6 +112,7 @@ def download_model(name: str) -> Path:
                 for optional in TOKENIZERS:
                     with suppress(EntryNotFoundError):
                         hf_hub_download(repo, optional, local_files_only=cached)
+                        break
             return Path(config).parent
         except RemoteEntryNotFoundError:
             raise UserError(f"{name} on the Hugging Face hub has no model.safetensors or no "
