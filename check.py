@@ -65,6 +65,10 @@ class Failed(Exception):
     """What a check has measured, and should not have."""
 
 
+class NotThere(Exception):
+    """Why there is nothing to check."""
+
+
 def expect(holds: bool, figure: str) -> str:
     """The figure, if it is as it has to be."""
     if not holds:
@@ -102,9 +106,7 @@ class Lab:
         self.shape |= {name: value for name, value in given.items() if name in SHAPE}
 
         name = given.get("recipe", "gpt2")
-        self.recipe = RECIPES[name]
-        if name == "gpt2":
-            self.recipe = train_gpt2.GPT2
+        self.recipe = train_gpt2.complete(RECIPES[name])
         # AdamW's rate for so narrow a model. The rates of other recipes hold for any width.
         rates = {"max_lr": 3e-3, "warmup_steps": 0} | self.recipe.rates
         T = self.shape["block_size"]
@@ -372,7 +374,7 @@ def loss_in_chunks(lab: Lab) -> str:
     own = gradients(without_dropout(lab.small_model()), lab.x, lab.y)
     model = without_dropout(lab.small_model())
     if not model.use_chunks(chunk=7):
-        return "none: the loss is another one, and a CPU takes more time for it"
+        raise NotThere("the loss is another one, and a CPU takes more time for it")
     return expect_same(gradients(model, lab.x, lab.y), own)
 
 
@@ -573,7 +575,19 @@ def optimizers(lab: Lab) -> str:
             mistakes.append(f"{name} does not move")
     if mistakes:
         raise Failed("; ".join(mistakes))
-    return f"{len(times)} tensors; {still_rows(lab, before, model)}"
+    return f"{describe_groups(made)}; {still_rows(lab, before, model)}"
+
+
+def describe_groups(optimizers: list) -> str:
+    """'AdamW: 10 tensors with weight decay 0.1, 18 tensors with weight decay 0'."""
+    texts = []
+    for one in optimizers:
+        tensors = Counter()
+        for group in one.param_groups:
+            tensors[group.get("weight_decay", 0)] += len(group["params"])
+        parts = [f"{count} tensors with weight decay {decay:g}" for decay, count in tensors.items()]
+        texts.append(f"{type(one).__name__}: {', '.join(parts)}")
+    return "; ".join(texts)
 
 
 def still_rows(lab: Lab, before: dict, model: nn.Module) -> str:
@@ -694,7 +708,7 @@ def export(lab: Lab) -> str:
         with redirect_stderr(io.StringIO()):    # it says that so small a vocabulary is not GPT-2's
             model.save_pretrained(lab.folder / "export")
     except UserError as error:
-        return f"none: {error}"
+        raise NotThere(error) from None
     read = load_model(lab.folder / "export")
     difference = distance(read(lab.x)[0], model(lab.x)[0])
     return expect(difference < ROUNDING, f"logits differ by {difference:.1g}")
@@ -702,7 +716,7 @@ def export(lab: Lab) -> str:
 
 # ----------------------------------------------------------------------------- other ways to train
 
-RANDOM = "not compared: the model is random, even with its rates of dropout at 0"
+RANDOM = "the model is random, even with its rates of dropout at 0"
 
 
 def micro_steps(lab: Lab) -> str:
@@ -712,7 +726,7 @@ def micro_steps(lab: Lab) -> str:
     tokens; something is taken over the batch, or changes in each forward.
     """
     if is_random(lab):
-        return RANDOM
+        raise NotThere(RANDOM)
     return expect_same(gradients_of_step(lab, B=1), gradients_of_step(lab))
 
 
@@ -738,7 +752,7 @@ def processes(lab: Lab) -> str:
     batch of a rank; a loss is a mean of means of unequal counts; ranks draw other random numbers.
     """
     if is_random(lab):
-        return RANDOM
+        raise NotThere(RANDOM)
     expected = gradients_of_step(lab)
     for count in (2, 3):
         # torchrun calls this, too. A forkserver imports torch once for all processes.
@@ -776,7 +790,7 @@ def compiles(lab: Lab) -> str:
     A branch on a tensor's value, .item() or a print divides the graph, which costs time.
     """
     if is_random(lab):
-        return RANDOM
+        raise NotThere(RANDOM)
     model = without_dropout(lab.small_model())
     expected = gradients(model, lab.x, lab.y)
     model = without_dropout(lab.small_model())
@@ -798,19 +812,22 @@ SLOW = [processes, compiles]
 FIRST = [same_in_eval, loss_of_targets, past_alone, gradients_arrive, optimizers]
 
 
-def passes(check: Callable, lab: Lab) -> bool:
-    """Prints the line of a check, and where it has failed its docstring."""
+def outcome(check: Callable, lab: Lab) -> str:
+    """Prints the line of a check, and where it has failed its docstring: ok, none or FAILED."""
     name = f"{check.__name__:17}"
     try:
         print(f"ok      {name} {check(lab)}", flush=True)
-        return True
+        return "ok"
+    except NotThere as reason:
+        print(f"none    {name} {reason}", flush=True)
+        return "none"
     except Failed as error:
         title, _, causes = check.__doc__.partition("\n\n")
         text = f"{title}\n{textwrap.dedent(causes).rstrip()}"
         print(f"FAILED  {name} {error}\n{textwrap.indent(text, '    ')}", flush=True)
     except Exception as error:              # whatever a model that is wrong may raise
         print(f"FAILED  {name} {error_line(error)}", flush=True)
-    return False
+    return "FAILED"
 
 
 def error_line(error: Exception) -> str:
@@ -825,16 +842,18 @@ def error_line(error: Exception) -> str:
 
 def check_all(lab: Lab, checks: list[Callable]) -> bool:
     """Whether all are ok; ends at one of FIRST that has failed."""
-    failed = 0
+    outcomes = Counter()
     for check in checks:
-        if passes(check, lab):
-            continue
-        failed += 1
-        if check in FIRST:
+        result = outcome(check, lab)
+        outcomes[result] += 1
+        if result == "FAILED" and check in FIRST:
             print("Repair this first: the checks that follow would say nothing.")
             return False
-    print(f"{len(checks) - failed} of {len(checks)} checks are ok")
-    return failed == 0
+    none = ""
+    if outcomes["none"]:
+        none = f", {outcomes['none']} had nothing to check"
+    print(f"{outcomes['ok']} of {len(checks)} checks are ok{none}")
+    return outcomes["FAILED"] == 0
 
 
 def parse(argv: list[str] | None) -> dict:

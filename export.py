@@ -3,6 +3,7 @@
     python export.py log/best exported
     python export.py log/checkpoint_019073.pt exported
 """
+from importlib.util import find_spec
 from pathlib import Path
 
 from recipes import load_model
@@ -21,9 +22,10 @@ def main(argv: list[str] | None = None) -> None:
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty: choose a new or empty folder")
 
-    model = load_model(args.source)
-    print(f"{args.source} is read; if transformers is installed, it computes the same logits as a "
-          "check ...", flush=True)
+    model = load_model(args.source, refuse_other_code=True)
+    if find_spec("transformers"):
+        print(f"{args.source} is read; comparing its logits with those of transformers: if they "
+              "differ, nothing is written ...", flush=True)
     try:
         model.save_pretrained(folder)
     except BaseException:

@@ -8,7 +8,7 @@ import torch
 import frontier
 import speedrun
 from model import GPT
-from runtime.checkpoint import model_from_checkpoint, warn_of_backwards
+from runtime.checkpoint import check_code, model_from_checkpoint, warn_of_backwards
 from runtime.cli import UserError
 from runtime.huggingface import from_huggingface
 from runtime.language_model import LanguageModel
@@ -18,7 +18,7 @@ from runtime.weights import find_checkpoint, read_checkpoint
 
 # runtime/recipe.py explains the fields of a Recipe.
 RECIPES = {
-    "gpt2": Recipe(GPT),                # its model alone: train_gpt2.py has how GPT-2 is trained
+    "gpt2": Recipe(GPT),                # a model alone is trained as train_gpt2.py trains GPT-2
     "speedrun": speedrun.RECIPE,
     "frontier": frontier.RECIPE,
 }
@@ -65,8 +65,10 @@ def nan_in_empty_tensors():
         torch.set_deterministic_debug_mode(before)
 
 
-def load_model(source: str | Path) -> LanguageModel:
+def load_model(source: str | Path, refuse_other_code: bool = False) -> LanguageModel:
     """The model of `source`. UserError if it cannot be read.
+
+    If the model's code has changed since, that is told, or with `refuse_other_code` a UserError.
 
     A source is one of
     - a checkpoint of this project, of nanoGPT (ckpt.pt) or of build-nanogpt (model_*.pt), or
@@ -81,6 +83,7 @@ def load_model(source: str | Path) -> LanguageModel:
         return from_huggingface(path or source, models())
     checkpoint = read_checkpoint(path)
     model = model_from_checkpoint(checkpoint, path, models())
+    check_code(model, checkpoint, path, refuse_other_code)
     warn_of_backwards(checkpoint, path)
     return model
 

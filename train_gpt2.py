@@ -58,6 +58,13 @@ def make_adamw(model: GPT, config: Config) -> list[torch.optim.Optimizer]:
 GPT2 = Recipe(model=GPT, make_optimizers=make_adamw, lr_scale=warmup_cosine)
 
 
+def complete(recipe: Recipe) -> Recipe:
+    """The recipe; where RECIPES has a model alone, as for gpt2, it is trained as GPT-2."""
+    if recipe.make_optimizers is None:
+        return replace(GPT2, model=recipe.model)
+    return recipe
+
+
 # ----------------------------------------------------------------------------- set-up
 
 def start_process(device: str) -> Process:
@@ -328,6 +335,7 @@ def save(step: int, run: Run) -> None:
         run.output.save(step, {
             "model": checkpoint.host_copy(state.model.state_dict()),
             "model_config": asdict(state.model.config),
+            "reference_losses": checkpoint.reference_losses(state.model),   # they tell its code
             "recipe": run.config.recipe,
             "config": run.asked,                    # a resume decides anew what "auto" is,
             "dtype": run.config.dtype,              # but for this on a CPU
@@ -418,9 +426,7 @@ def main(argv: list[str] | None = None) -> None:
         # The flags as asked, the values that the run uses, and the checkpoint that it starts from.
         asked, config, start = resolve(given, process)
         console.print_machine(config, process, start)
-        recipe = RECIPES[config.recipe]
-        if config.recipe == "gpt2":
-            recipe = GPT2                       # RECIPES has its model only, for the other scripts
+        recipe = complete(RECIPES[config.recipe])
         if config.eval_only:
             evaluate_only(config, recipe, start, process)
         else:

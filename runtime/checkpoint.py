@@ -6,12 +6,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from runtime.cli import RunError, UserError, is_rank_0, print_error, unexpected
 from runtime.files import checkpoints, is_there, reading
 from runtime.huggingface import OPENAI_NAMES
 from runtime.optimizers import CombinedOptimizer, check_plain, on_tensors
 from runtime.recipe import BatchSchedule
+from runtime.tokenizer import VOCAB_SIZE
 from runtime.weights import (
     MODEL_SHAPE,
     build_model,
@@ -146,6 +148,7 @@ def start_from_checkpoint(path: Path, flags, models: dict) -> Start:
             raise unexpected("its dtype", "float32, bfloat16 or float16", dtype)
         extras = frozenset(checkpoint.get("extras", ()))
         init_digest = checkpoint.get("init_digest")
+    check_code(model, checkpoint, path)
     if flags.eval_only:
         warn_of_backwards(checkpoint, path)
     return Start(
@@ -226,6 +229,50 @@ def warn_of_backwards(checkpoint: dict, path: Path) -> None:
     if 0 < tokens <= turn and is_rank_0():
         print_error(f"{path} writes backwards, because its run has only read backwards so far "
                     f"({tokens:,} tokens; the first {turn:,} are read so): let it go on")
+
+
+# A checkpoint has a model's weights, and not its code. Who changes model.py in the evening, trains,
+# and takes the change back would else sample from a model that was never trained, or export it.
+
+@torch.no_grad()
+def reference_losses(model: torch.nn.Module) -> list[float]:
+    """The losses (nats) of up to 64 fixed tokens. With the same weights other code has others.
+
+    [] if they cannot be computed here: a kernel of the model's may need a GPU.
+    """
+    T = min(model.config.block_size, 64)
+    V = min(model.config.vocab_size, VOCAB_SIZE)
+    tokens = torch.randint(V, (1, T + 1), generator=torch.Generator().manual_seed(0))
+    tokens = tokens.to(model.lm_head.weight.device)
+
+    is_training, precision = model.training, torch.get_float32_matmul_precision()
+    model.eval()
+    torch.set_float32_matmul_precision("highest")       # TF32 differs by more than a small change
+    try:
+        logits, _ = model(tokens[:, :-1])                                       # (1, T, V)
+        return F.cross_entropy(logits[0].float(), tokens[0, 1:], reduction="none").tolist()
+    except (NotImplementedError, RuntimeError):
+        return []
+    finally:
+        model.train(is_training)
+        torch.set_float32_matmul_precision(precision)
+
+
+def check_code(model: torch.nn.Module, checkpoint: dict, path: Path, refuse: bool = False) -> None:
+    """Says so if the model's code has changed since the checkpoint; `refuse`: by a UserError."""
+    recorded = checkpoint.get("reference_losses")
+    losses = reference_losses(model)
+    if not recorded or len(losses) != len(recorded):    # another project's, or not computed
+        return
+    difference = max(abs(now - then) for now, then in zip(losses, recorded, strict=True))
+    if difference <= 0.01:                              # rounding makes 1e-4
+        return
+    message = (f"the model's code has changed since {path} was saved: with its weights it now has "
+               f"other losses (by up to {difference:.2g} nats). Use the code that trained it")
+    if refuse:
+        raise UserError(message)
+    if is_rank_0():
+        print_error(message)
 
 
 # ----------------------------------------------------------------------- what a run takes from it

@@ -127,10 +127,11 @@ def print_header(config, process, data, model, schedule: BatchSchedule, start: S
     tokens = schedule.tokens_before(c.max_steps)
     epochs = tokens / c.sequence_length / data.train.total
     say(f"{c.max_steps:,} steps = {tokens:,} tokens = {epochs:,.2f} epochs; {learning_rates(c)}")
-    say(", ".join(plans(c)))
+    say(", ".join(plans(c, data)))
     turn = schedule.first_step_after(data.train.backward_tokens)
     if start.step < turn:
-        say(f"the text is read backwards before step {turn:,}, and nothing is evaluated until then")
+        say(f"the text is read backwards before step {turn:,}: from step 1 until then nothing is "
+            "evaluated")
 
     if c.compile:
         say("compiling the model, which takes about a minute ...")
@@ -174,7 +175,7 @@ def learning_rates(config) -> str:
     return text
 
 
-def plans(config) -> list[str]:
+def plans(config, data) -> list[str]:
     """When the run evaluates and saves, and where it writes."""
     periods = {
         "validation": config.val_every,
@@ -186,6 +187,8 @@ def plans(config) -> list[str]:
         when = "never"
         if period:
             when = f"every {period:,} steps"
+        if what == "validation" and period:
+            when += f" on {data.val_count * config.sequence_length:,} tokens"
         texts.append(f"{what} {when}")
     if config.out:
         texts.append(f"output in {config.out}")
@@ -206,8 +209,9 @@ def print_estimate(
     if c.val_every:
         count = count_validations(c, schedule, data.train.backward_tokens, step)
         # A forward takes about a third of the time (docs/running.md).
-        of_validations = count * data.val_count * c.sequence_length / rate / 3
-        validations = f" and {clock(of_validations)} for {counted(count, 'validation')}"
+        tokens = data.val_count * c.sequence_length
+        validations = (f" and {clock(count * tokens / rate / 3)} for "
+                       f"{counted(count, 'validation')} on {tokens:,} tokens")
 
     not_counted = ["optimizer"]
     for what, period in (("HellaSwag", c.hellaswag_every), ("samples", c.sample_every),
@@ -317,14 +321,15 @@ def print_best(config, process, data, metrics: Metrics) -> None:
     model = config.out
     if best:
         loss, step = best
-        first_step, first_loss = metrics.measured("val", over="step")[0]
-        at_first = ""
-        if first_step < step:
-            at_first = f", {first_loss:.4f} at step {first_step:.0f}"
-            if first_loss < loss:
-                at_first += "; training has raised the loss: lower --max_lr"
-        process.print0(f"best checkpoint: {saved[step]}, validation loss "
-                       f"{loss_text(loss, data)}{at_first}")
+        measured = metrics.measured("val", over="step")
+        text = f"best checkpoint: {saved[step]}, validation loss {loss_text(loss, data)}"
+        for other_step, other_loss in (measured[0], measured[-1]):
+            if other_step != step:
+                text += f", {other_loss:.4f} at step {other_step:.0f}"
+        first_step, first_loss = measured[0]
+        if first_step < step and first_loss < loss:
+            text += "; training has raised the loss: lower --max_lr"
+        process.print0(text)
         model += "/best"
     command = f"python sample.py --model {shlex.quote(model)}"
     prompt = config.sample_prompt.strip()           # without the end of its line

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from runtime.cli import RunError
+from runtime.files import checkpoints
 
 
 @dataclass
@@ -65,9 +66,11 @@ class LaunchedSteps:
 def check_finite(step: int, run, what: str, number: float) -> None:
     """RunError on all ranks unless the number is finite: the weights are not worth saving."""
     if not math.isfinite(number):
-        run.process.fail(RunError(
-            f"{what} of step {step} is {number}, and with the same settings it would be so again: "
-            "lower --max_lr, and begin at an earlier checkpoint (--resume) in another --out"))
+        remedy = "lower --max_lr"
+        if checkpoints(run.config.out):
+            remedy += ", and begin at an earlier checkpoint (--resume) in another --out"
+        run.process.fail(RunError(f"{what} of step {step} is {number}, and with the same settings "
+                                  f"it would be so again: {remedy}"))
 
 
 def check_step(step: int, run, loss: float, norm: float) -> None:

@@ -242,11 +242,17 @@ def save_atomically(path: Path, content: dict) -> None:
 
 
 def open_wandb(out: Path, config: dict, resumes: bool):
-    """The package wandb, with this run started, or resumed by the id in OUT/wandb_id."""
+    """The package wandb, with this run started, or resumed by the id in OUT/wandb_id.
+
+    UserError if wandb cannot be used as it is set up.
+    """
     import wandb
 
     path = out / "wandb_id"
     if not resumes or not is_there(path):
         replace_file(path, lambda file: file.write(uuid.uuid4().hex.encode()))
-    wandb.init(name=out.name, config=config, id=read_text(path), resume="allow")
+    try:
+        wandb.init(name=out.name, config=config, id=read_text(path), resume="allow")
+    except wandb.errors.UsageError as error:            # nobody has logged in, say
+        raise UserError(f"--wandb: {brief_error(error)}") from None
     return wandb

@@ -143,7 +143,7 @@ def make_batch_schedule(recipe: Recipe, config, world_size: int) -> BatchSchedul
         if max(divisors) > 1:
             reason += f" x {math.lcm(*divisors)}, because the first steps have a smaller batch"
         if world_size > 1:
-            nearest += ", or another number of processes"
+            nearest = f"another number of processes, or {nearest}"
         raise UserError(f"--total_batch_size {total} must be a multiple of {unit} ({reason}): "
                         f"choose {nearest}")
     return BatchSchedule(total, config.max_steps, divisors)

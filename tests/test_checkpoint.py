@@ -24,11 +24,18 @@ from helpers import (
 from peers import make_model, nanogpt_checkpoint, plain_gpt2, tokens
 from torch.nn.modules.module import register_module_forward_hook
 
+import export
 import train_gpt2
 from config import Config
 from model import GPT
 from recipes import RECIPES, fresh_model, load_model
-from runtime.checkpoint import find_start, host_copy, read_state, weights_digest
+from runtime.checkpoint import (
+    find_start,
+    host_copy,
+    read_state,
+    reference_losses,
+    weights_digest,
+)
 from runtime.files import checkpoints, replace_file
 from runtime.ranks import Process
 from runtime.shards import write_shard
@@ -653,7 +660,7 @@ def test_a_run_whose_first_step_overflowed_is_saved_without_moments_and_resumed(
              "--out", tmp_path]
 
     def overflow(module, inputs, output):
-        if isinstance(module, GPT):
+        if isinstance(module, GPT) and torch.is_grad_enabled():
             _, loss = output
             loss.register_hook(lambda gradient: gradient * torch.inf)
 
@@ -853,3 +860,55 @@ def test_a_run_that_goes_on_does_not_hold_the_file_that_it_came_from(
     monkeypatch.setattr(train_gpt2, "train_step", noted_step)
     train("--data", byte_data, "--out", a_copy, "--max_steps", 5)
     assert held == [False]
+
+
+# ----------------------------------------------------------------------- a model's code
+
+@pytest.fixture
+def relu(monkeypatch):
+    """relu(): from now on the MLPs of model.py have ReLU in place of GELU."""
+    return lambda: monkeypatch.setattr(
+        "model.MLP.forward", lambda mlp, x: mlp.c_proj(torch.relu(mlp.c_fc(x))))
+
+
+def test_who_has_changed_the_code_since_is_told(relu, a_copy, byte_data, capsys):
+    load_model(a_copy)
+    assert not capsys.readouterr().err
+    relu()
+
+    load_model(a_copy)
+    load_model(a_copy / "checkpoint_000001.pt")
+    train("--data", byte_data, *SHORT, "--out", a_copy, "--max_steps", 5)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if "checkpoint_000004.pt" in line] == lines[::2]
+    assert "checkpoint_000001.pt" in lines[1]
+    assert len(lines) == 3
+
+    load_model(a_copy)                          # which the new code has saved
+    assert not capsys.readouterr().err
+
+
+def test_a_model_of_other_code_is_not_exported(relu, a_copy, tmp_path):
+    relu()
+    refused(lambda: export.main([str(a_copy), str(tmp_path / "exported")]), "checkpoint_000004.pt")
+    assert not (tmp_path / "exported").exists()
+
+
+def test_what_the_losses_of_a_models_code_are_computed_with_stays_as_it_was():
+    model = fresh_model(Config(n_layer=1, n_head=1, n_embd=8, block_size=8)).train()
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert len(reference_losses(model)) == 8
+        assert torch.get_float32_matmul_precision() == "high"
+        assert model.training
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_a_model_that_cannot_compute_here_is_read_all_the_same(monkeypatch, a_run, capsys):
+    def forward(model, idx, targets=None):
+        raise NotImplementedError("there is a kernel for a GPU only")
+
+    monkeypatch.setattr(GPT, "forward", forward)
+    load_model(a_run)
+    assert not capsys.readouterr().err

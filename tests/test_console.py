@@ -148,7 +148,8 @@ def print_header(config, process=None, start=None, backward=0, divisors=(1, 1, 1
     """Of a run with 500 sequences of data."""
     if process is None:
         process = Process()
-    data = SimpleNamespace(train=SimpleNamespace(total=500, backward_tokens=32 * backward))
+    data = SimpleNamespace(
+        val_count=3, train=SimpleNamespace(total=500, backward_tokens=32 * backward))
     schedule = BatchSchedule(config.total_batch_size, config.max_steps, divisors)
     start = start or Start()
     console.print_machine(config, process, start)
@@ -161,7 +162,7 @@ def print_header(config, process=None, start=None, backward=0, divisors=(1, 1, 1
     f"gpt2: {PARAMETERS:,} parameters (2 layers, 2 heads, width 32, vocabulary 256)",
     f"37 steps = {37 * 256:,} tokens = {37 * 256 / 32 / 500:.2f} epochs",
     "epochs; learning rate 0.00312 after 6 steps of warm-up, 2e-05 at the end\n",
-    "validation every 21 steps",
+    "validation every 21 steps on 96 tokens",
     "HellaSwag never",
     "checkpoint every 1,100 steps",
     "output in a/log",
@@ -194,7 +195,7 @@ def test_the_header_says_until_when_the_text_is_read_backwards(divisors, backwar
     print_header(make_config(max_steps=37), backward=backward, divisors=divisors)
     text = capsys.readouterr().out
     assert ("backwards" in text) == (step is not None)
-    assert (f"before step {step}," in text) == (step is not None)
+    assert (f"before step {step}:" in text) == (step is not None)
 
 
 @pytest.mark.parametrize("step, said", [(0, True), (14, True), (15, False), (30, False)])
@@ -259,10 +260,10 @@ def make_data(backward_tokens=0):
 @pytest.mark.parametrize("step, val_every, text", [
     # A validation reads 4 x 32 tokens, in a third of a second.
     (0, 0, "0:00:48 for 24 steps ("),
-    (0, 10, "0:00:48 for 24 steps and 0:00:01 for 4 validations ("),        # 0, 10, 20, 24
-    (10, 10, "0:00:28 for 14 steps and 0:00:01 for 3 validations ("),
-    (11, 12, "0:00:26 for 13 steps and 0:00:01 for 2 validations ("),       # 12, 24
-    (24, 1, "0:00:00 for 0 steps and 0:00:00 for 1 validation ("),
+    (0, 10, "0:00:48 for 24 steps and 0:00:01 for 4 validations on 128 tokens ("),   # 0, 10, 20, 24
+    (10, 10, "0:00:28 for 14 steps and 0:00:01 for 3 validations on 128 tokens ("),
+    (11, 12, "0:00:26 for 13 steps and 0:00:01 for 2 validations on 128 tokens ("),  # 12, 24
+    (24, 1, "0:00:00 for 0 steps and 0:00:00 for 1 validation on 128 tokens ("),
 ])
 def test_an_estimate_has_the_time_of_a_step_and_of_all_that_is_left(step, val_every, text, capsys):
     config = make_config(max_steps=24, val_every=val_every)
@@ -280,7 +281,7 @@ def test_an_estimate_has_the_time_of_a_step_and_of_all_that_is_left(step, val_ev
     (0, 12 * 256 - 1, "5 validations"),
     (3, 10 * 256, "4 validations"),
     (17, 10 * 256, "2 validations"),
-    (24, 12 * 256, "1 validation ("),
+    (24, 12 * 256, "1 validation on"),
 ])
 def test_an_estimate_counts_no_validation_of_what_is_read_backwards(
         step, tokens, validations, capsys):
@@ -410,6 +411,7 @@ def test_the_best_checkpoint_is_the_one_with_the_lowest_loss_of_those_that_are_t
     [line] = re.findall("best checkpoint.*", text)
     assert "a run/checkpoint_000002.pt," in line
     assert "validation loss 6.0000 (1.5000 bits per byte), 9.0000 at step 0" in line
+    assert "8.0000 at step 4" in line
     assert "--max_lr" not in line
     assert "checkpoints" in text
 

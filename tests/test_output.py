@@ -32,6 +32,7 @@ from recipes import load_model
 from runtime import lock
 from runtime.checkpoint import Start
 from runtime.cli import RunError, UserError
+from runtime.files import checkpoints
 from runtime.lock import lock_folder
 from runtime.metrics import HEADER, read_metrics
 from runtime.output import Output
@@ -679,3 +680,17 @@ def test_a_resume_goes_on_with_the_wandb_run_and_a_new_run_has_another(
     assert first == again == (tmp_path / "a/wandb_id").read_text()
     assert len({first, elsewhere, without, anew}) == 4
     assert (tmp_path / "c/wandb_id_1").read_text() == without
+
+
+def test_without_a_login_at_wandb_the_run_does_not_begin(byte_data, tmp_path, monkeypatch, capsys):
+    class UsageError(Exception):
+        pass
+
+    def init(**options):
+        raise UsageError("No API key configured. Use `wandb login` to log in.")
+
+    fake = SimpleNamespace(init=init, errors=SimpleNamespace(UsageError=UsageError))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    flags = ["--data", byte_data, *SHORT, "--wandb", "--out", tmp_path / "log"]
+    refused(lambda: train(*flags), "--wandb", "wandb login")
+    assert not checkpoints(tmp_path / "log")

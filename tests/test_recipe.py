@@ -107,8 +107,8 @@ def test_a_run_that_resumes_unchanged_keeps_its_schedule():
 
 @pytest.mark.parametrize("total, divisors, world_size, nearest", [
     (250, CONSTANT, 1, "248 or 256"),
-    (8, CONSTANT, 2, "16, or .* processes"),   # a sequence for one rank only
-    (40, CONSTANT, 3, "24 or 48, or .* processes"),
+    (8, CONSTANT, 2, "another number of processes, or 16"),   # a sequence for one rank only
+    (40, CONSTANT, 3, "another number of processes, or 24 or 48"),
     (48, GROWING, 1, "32 or 64"),
     (16, GROWING, 1, "32"),
 ])

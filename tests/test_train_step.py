@@ -11,8 +11,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 import train_gpt2
 from config import Config
+from model import GPT
+from recipes import RECIPES
 from runtime.ranks import Process, Stopped
-from train_gpt2 import begin_step, train_step, warmup_cosine
+from runtime.recipe import Recipe
+from train_gpt2 import GPT2, begin_step, complete, train_step, warmup_cosine
 
 # ----------------------------------------------------------------------- schedules
 
@@ -33,6 +36,16 @@ def test_the_rate_rises_linearly_and_falls_as_a_cosine_to_min_lr(step, expected)
 def test_a_run_may_have_no_warmup_or_nothing_else(warmup_steps, step, expected):
     config = Config(max_steps=100, warmup_steps=warmup_steps, max_lr=1.0, min_lr=0.1)
     assert warmup_cosine(step, config) == pytest.approx(expected)
+
+
+def test_a_recipe_that_is_a_model_alone_is_trained_as_gpt2():
+    class Another(GPT):
+        recipe = "another"
+
+    found = complete(Recipe(Another))
+    assert found.model is Another
+    assert (found.make_optimizers, found.lr_scale) == (GPT2.make_optimizers, warmup_cosine)
+    assert complete(RECIPES["speedrun"]) is RECIPES["speedrun"]
 
 
 def speedrun(max_steps=10):
