@@ -261,8 +261,10 @@ def reference_losses(model: torch.nn.Module) -> list[float]:
 def check_code(model: torch.nn.Module, checkpoint: dict, path: Path, refuse: bool = False) -> None:
     """Says so if the model's code has changed since the checkpoint; `refuse`: by a UserError."""
     recorded = checkpoint.get("reference_losses")
+    if not recorded:                                    # another project's, or not computed
+        return
     losses = reference_losses(model)
-    if not recorded or len(losses) != len(recorded):    # another project's, or not computed
+    if len(losses) != len(recorded):
         return
     difference = max(abs(now - then) for now, then in zip(losses, recorded, strict=True))
     if difference <= 0.01:                              # rounding makes 1e-4
