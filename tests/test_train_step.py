@@ -1,5 +1,6 @@
 """train_gpt2.py's learning rates, set-up, and one step: the gradient, its clipping, the update."""
 import functools
+import gc
 import math
 
 import pytest
@@ -266,7 +267,11 @@ def run_of_two(group):
     """Of one of two ranks, with four micro-steps."""
     run = make_run(process=Process(world_size=2))
     run.loader = Batches(4)
-    return run
+    yield run
+    # If DDP outlived its group, it would end gloo's thread while it holds Python's lock (the GIL),
+    # for which that thread may wait.
+    run.state.ddp_model = None
+    gc.collect()
 
 
 def test_ddps_sync_flag_is_set_before_the_forward_of_the_last_micro_step_only(run_of_two):
