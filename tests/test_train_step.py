@@ -1,6 +1,5 @@
 """train_gpt2.py's learning rates, set-up, and one step: the gradient, its clipping, the update."""
 import functools
-import gc
 import math
 
 import pytest
@@ -271,7 +270,6 @@ def run_of_two(group):
     # If DDP outlived its group, it would end gloo's thread while it holds Python's lock (the GIL),
     # for which that thread may wait.
     run.state.ddp_model = None
-    gc.collect()
 
 
 def test_ddps_sync_flag_is_set_before_the_forward_of_the_last_micro_step_only(run_of_two):
