@@ -427,7 +427,8 @@ def compared(pairs: list[tuple[Curve, Curve]]) -> dict:
     """The cells that compare a variant with the first one: [(its curve, the first's), ...].
 
     Its loss at the newest validation that the first one reaches, and when it had the first one's
-    final loss; linear between validations. Both are over time where a curve has no tokens.
+    final loss; linear between validations, but not from the new model's on, whose loss falls far
+    faster. Both are over time where a curve has no tokens.
     """
     axis, form = "tokens", three_digits
     if any(math.isnan(curve.tokens[-1]) for pair in pairs for curve in pair):
@@ -436,7 +437,8 @@ def compared(pairs: list[tuple[Curve, Curve]]) -> dict:
     differences, shares = [], []
     for curve, first in pairs:
         xs, first_xs = getattr(curve, axis), getattr(first, axis)
-        at = max((x for x in xs if first_xs[0] <= x <= first_xs[-1]), default=math.nan)
+        begin = min((x for x in first_xs if x > 0), default=math.inf)
+        at = max((x for x in xs if begin <= x <= first_xs[-1]), default=math.nan)
         loss, first_loss = np.interp(at, xs, curve.losses), np.interp(at, first_xs, first.losses)
         differences.append(loss - first_loss)
         shares.append(where_it_reaches(first.losses[-1], xs, curve.losses) / first_xs[-1])

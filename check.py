@@ -748,8 +748,9 @@ def recompute(lab: Lab) -> str:
 def processes(lab: Lab) -> str:
     """Two and three processes are one.
 
-    Gradients are divided by the number of ranks twice, or not at all; something is taken over the
-    batch of a rank; a loss is a mean of means of unequal counts; ranks draw other random numbers.
+    Gradients are divided by the number of ranks twice, or not at all; DDP is told only after the
+    forward to average them; something is taken over the batch of a rank; a loss is a mean of means
+    of unequal counts; ranks draw other random numbers.
     """
     if is_random(lab):
         raise NotThere(RANDOM)

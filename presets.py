@@ -154,8 +154,8 @@ def describe_epochs(preset: str, steps: int, tokens: int) -> str:
     if preset != "shakespeare" or tokens > SMALL_TEXT:
         return text
     if epochs > 3:
-        return (f"{text}, which is too small for a run of its own: rather begin with the weights "
-                "of a model that knows its language (docs/finetuning.md)")
+        return (f"{text}, which is too small for it: instead train the weights of a model that "
+                "knows the language (docs/finetuning.md)")
     return f"{text}, the first of them backwards"
 
 

@@ -203,9 +203,10 @@ def model_from_checkpoint(
     """
     problem = "is not a model that this project can read"
     if "model_config" in checkpoint:
-        # It is ours, and read_checkpoint has found the file whole: only its version can be wrong.
+        # It is ours, and read_checkpoint has found the file whole: mostly the code is another one.
         problem = "is not a model of this version of the project"
-        remedy = f"use the version that wrote it, or {remedy}"
+        remedy = ("use the version that wrote it, with your changes of then (a changed model needs "
+                  f"its own --out); if nothing was changed, {remedy}")
     with reading(path, remedy, problem=problem):
         if "model_config" in checkpoint:                # our own names need no translation
             recipe = checkpoint["recipe"]

@@ -118,6 +118,9 @@ def print_header(config, process, data, model, schedule: BatchSchedule, start: S
     c, say = config, process.print0
     if start.path:
         say(f"resuming from {start.path} at step {start.step} of {c.max_steps}")
+        if start.step >= c.max_steps:
+            say("the run is complete: a larger --max_steps continues it, and another --out begins "
+                "a new one")
     elif c.init != "scratch":
         say(f"beginning with the weights of --init {c.init}")
     num_params = sum(p.numel() for p in model.parameters())
@@ -343,7 +346,8 @@ def print_overfit(process, losses: Sequence[float]) -> None:
     """The verdict of --overfit. RunError if it has failed."""
     # The lowest loss, because at a constant rate the last one goes up and down.
     lowest = min(losses)
-    text = f"overfit one batch: loss {losses[0]:.4f} -> {lowest:.4f} in {len(losses)} steps: "
+    text = (f"overfit one batch: loss {losses[0]:.4f}, at the lowest {lowest:.4f} in "
+            f"{len(losses)} steps: ")
     if lowest >= OVERFIT_LOSS:
         process.fail(RunError(f"{text}FAILED (expected a loss below {OVERFIT_LOSS})"))
     process.print0(f"{text}PASSED\n"

@@ -322,8 +322,8 @@ def check_formula(model, config: dict, weights: dict) -> None:
         print_error(f"the model is exported without a check of its code, because {error.name} is "
                     f"not installed: pip install {error.name}")
         return
-    except (AttributeError, RuntimeError) as error:
-        raise UserError(f"the model's weights are not {meant} ({brief_error(error)}): "
+    except (AttributeError, RuntimeError):
+        raise UserError(f"the model's weights are not {meant}, but have other names or shapes: "
                         f"{remedy}") from None
 
     difference = F.mse_loss(found, expected).sqrt()

@@ -216,6 +216,13 @@ def test_a_curve_is_compared_with_the_first_one():
     assert "the first's end after" not in rows_of(other, first)["first"]
 
 
+def test_a_short_run_is_not_compared_with_a_line_from_the_new_model():
+    """A run that reads backwards at first has no validations there."""
+    rows = rows_of(curve("first", [0, 1000, 2000], [10.0, 6.0, 5.0]),
+                   curve("other", [0, 100], [10.0, 7.0]))
+    assert "against the first" not in rows["other"]
+
+
 def test_seeds_are_compared_with_the_same_seed():
     rows = rows_of(
         curve("GELU, seed 0", losses=[9, 6.0]), curve("GELU, seed 1", losses=[9, 7.0]),

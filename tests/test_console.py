@@ -2,6 +2,7 @@
 import math
 import re
 import shlex
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -185,6 +186,12 @@ def test_the_header_says_why_a_run_has_its_dtype(device, before, said, monkeypat
     monkeypatch.setattr(console, "bfloat16_of_cpu", lambda: "no bfloat16")
     print_header(make_config(), Process(device=device), Start(dtype=before))
     assert f"), {said}, torch" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("step, is_complete", [(36, False), (37, True)])
+def test_a_run_that_is_complete_says_how_there_is_more(step, is_complete, capsys):
+    print_header(make_config(max_steps=37), start=Start(path=Path("log/x.pt"), step=step))
+    assert ("another --out" in capsys.readouterr().out) == is_complete
 
 
 @pytest.mark.parametrize("divisors, backward, step", [
