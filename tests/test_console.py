@@ -468,7 +468,7 @@ def test_the_first_rank_that_has_got_a_signal_is_named():
 def test_the_sanity_run_passes_below_a_tenth(capsys):
     console.print_overfit(Process(), [10.9, 0.09, 0.2])
     text = capsys.readouterr().out
-    assert "10.9000 -> 0.0900 in 3 steps" in text
+    assert "10.9000, at the lowest 0.0900 in 3 steps" in text
     assert "PASSED" in text
 
     refused(lambda: console.print_overfit(Process(), [10.9, 0.11]), "0.1100", "FAILED", failed=True)

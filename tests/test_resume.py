@@ -289,7 +289,7 @@ def test_a_run_that_is_made_longer_goes_on_with_the_next_tokens(six_steps, byte_
     batches = []
 
     def watch(module, inputs):
-        if isinstance(module, LanguageModel):
+        if isinstance(module, LanguageModel) and torch.is_grad_enabled():
             batches.append(inputs[0])
 
     hook = register_module_forward_pre_hook(watch)
