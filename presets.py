@@ -107,15 +107,8 @@ def next_command(out: Path, val: list[int], train: list[int]) -> str:
 
     The command is the last of two lines.
     """
-    # `small` trains on 33M tokens: with fewer it would read a text more than once.
-    if sum(train) < 32_768_000:
-        preset = "shakespeare"
-    elif sum(train) < 1_000_000_000:
-        preset = "small"
-    else:
-        preset = "gpt2"
-
     # A preset leaves some flags as Config has them.
+    preset = preset_for(sum(train))
     flags = PRESETS[preset].flags
     preset_block_size = flags.get("block_size", 1024)
     steps = flags.get("max_steps", 19073)
@@ -125,7 +118,7 @@ def next_command(out: Path, val: list[int], train: list[int]) -> str:
 
     data = shlex.quote(str(out))
     log = shlex.quote(f"log/{out.resolve().name}")
-    command = f"next: python train_gpt2.py --preset {preset} --data {data} --out {log}"
+    command = f"python train_gpt2.py --preset {preset} --data {data} --out {log}"
     if preset == "shakespeare":
         epochs = 2 if epoch <= SMALL_TEXT else 1        # of two the first is read backwards
         steps = steps_of_epochs(epochs, sum(train))
@@ -137,26 +130,36 @@ def next_command(out: Path, val: list[int], train: list[int]) -> str:
             command += f" --val_every {forward // 8}"
     if block_size < preset_block_size:
         command += f" --block_size {block_size}"
-    return f"{describe_epochs(preset, steps, epoch)}\n{command}"
+
+    epochs = epochs_of_run(preset, steps, epoch)
+    text = f"the run below makes {epochs:g} epochs of the text"
+    if epochs == 1:
+        text = "the run below makes 1 epoch of the text"
+    if preset == "shakespeare" and epoch <= SMALL_TEXT:
+        if epochs > 3:
+            return (f"{text}, which is too small for it: instead train the weights of a model that "
+                    f"knows the language (docs/finetuning.md)\nfrom scratch: {command}")
+        text += ", the first of them backwards"
+    return f"{text}\nnext: {command}"
 
 
-def describe_epochs(preset: str, steps: int, tokens: int) -> str:
+def preset_for(tokens: int) -> str:
+    """The preset for a text of so many training tokens."""
+    # `small` trains on 33M tokens: with fewer it would read a text more than once.
+    if tokens < 32_768_000:
+        return "shakespeare"
+    if tokens < 1_000_000_000:
+        return "small"
+    return "gpt2"
+
+
+def epochs_of_run(preset: str, steps: int, tokens: int) -> float:
     """How often a run of so many steps reads a text, of which an epoch has so many tokens."""
     total_batch_size = PRESETS[preset].flags.get("total_batch_size", 524288)
     tokens_of_run = steps * total_batch_size
     if preset == "shakespeare":
         tokens_of_run = schedule_of(steps).tokens_before(steps)
-
-    epochs = float(f"{tokens_of_run / tokens:.2g}")
-    text = f"the run below makes {epochs:g} epochs of the text"
-    if epochs == 1:
-        text = "the run below makes 1 epoch of the text"
-    if preset != "shakespeare" or tokens > SMALL_TEXT:
-        return text
-    if epochs > 3:
-        return (f"{text}, which is too small for it: instead train the weights of a model that "
-                "knows the language (docs/finetuning.md)")
-    return f"{text}, the first of them backwards"
+    return float(f"{tokens_of_run / tokens:.2g}")
 
 
 def length_that_fits(length: int, tokens: int) -> int:

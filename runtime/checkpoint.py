@@ -271,11 +271,11 @@ def check_code(model: torch.nn.Module, checkpoint: dict, path: Path, refuse: boo
     if difference <= 0.01:                              # rounding makes 1e-4
         return
     message = (f"the model's code has changed since {path} was saved: with its weights it now has "
-               f"other losses (by up to {difference:.2g} nats). Use the code that trained it")
+               f"other losses (by up to {difference:.2g} nats)")
     if refuse:
-        raise UserError(message)
+        raise UserError(f"{message}: use the code that trained it")
     if is_rank_0():
-        print_error(message)
+        print_error(f"{message}. This goes on with the code that is there now")
 
 
 # ----------------------------------------------------------------------- what a run takes from it

@@ -75,7 +75,8 @@ def from_huggingface(source: str | Path, models: dict):
 
     # `reading` turns any error in here into a UserError that names the source.
     problem = "is neither a GPT-2 nor an export of this project in the Hugging Face format"
-    remedy = "choose another model (docs/formats.md)"
+    remedy = ("choose another model (docs/formats.md), or bring back the model's code, if you have "
+              "changed it since")
     with reading(source, remedy, problem=problem):
         config = read_json(folder / "config.json")
         recipe = config.get("model_type")

@@ -308,6 +308,10 @@ def load_weights(model: torch.nn.Module, state_dict: dict) -> None:
     missing = sorted(model.state_dict().keys() - state_dict.keys())
     if missing:
         raise KeyError(missing[0])
+    for name, tensor in model.state_dict().items():
+        if state_dict[name].shape != tensor.shape:
+            raise unexpected(f"the shape of its {name}", tuple(tensor.shape),
+                             tuple(state_dict[name].shape))
     model.load_state_dict(state_dict, assign=True)
 
     for name, p in model.named_parameters():

@@ -626,8 +626,9 @@ def test_verify_needs_a_manifest(text):
 def test_the_last_line_is_a_command_that_runs_as_printed(folder, capsys):
     Path("a.txt").write_text(" word" * 199)
     prepare("--input", "a.txt", "--out", "it's $HOME")
-    following, python, *command = shlex.split(capsys.readouterr().out.splitlines()[-1])
-    assert [following, python] == ["next:", "python"]
+    _, line = capsys.readouterr().out.splitlines()[-1].split(": ", 1)
+    python, *command = shlex.split(line)
+    assert python == "python"
     assert command[1:] == ["--preset", "shakespeare", "--data", "it's $HOME", "--out",
                            "log/it's $HOME", "--max_steps", "100", "--val_every", "12",
                            "--block_size", "16"]

@@ -64,7 +64,9 @@ def test_a_run_of_the_next_command_validates_8_to_15_times_where_it_reads_forwar
 ])
 def test_the_line_before_the_next_command_says_how_often_the_text_is_read(count, words):
     line, command = next_command(Path("d"), [10**5], [count]).splitlines()
-    assert command.startswith("next: python train_gpt2.py")
+    label, command = command.split(": ", 1)
+    assert command.startswith("python train_gpt2.py")
+    assert (label == "next") == (count != 5000)
     for word in words:
         assert word in line
     assert ("finetuning" in line) == (count == 5000)
