@@ -116,6 +116,12 @@ def test_a_right_model_passes(cls, printed, use, lab, capsys):
     assert printed in capsys.readouterr().out
 
 
+def test_what_had_nothing_to_check_is_neither_right_nor_wrong(use, lab, capsys):
+    use(WithRope)
+    assert check.check_all(lab(), [check.same_in_eval, check.export])
+    assert capsys.readouterr().out.splitlines()[-1].startswith("1 of 2 checks are ok, 1 ")
+
+
 def test_a_model_that_is_random_in_any_case_is_not_compared(use, lab, capsys):
     class AlwaysDrops(GPT):
         def hidden(self, idx, past=None):

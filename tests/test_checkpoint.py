@@ -907,7 +907,7 @@ def test_what_the_losses_of_a_models_code_are_computed_with_stays_as_it_was():
 
 def test_a_model_that_cannot_compute_here_is_read_all_the_same(monkeypatch, a_run, capsys):
     def forward(model, idx, targets=None):
-        raise NotImplementedError("there is a kernel for a GPU only")
+        raise RuntimeError("its kernel needs a GPU")
 
     monkeypatch.setattr(GPT, "forward", forward)
     load_model(a_run)
