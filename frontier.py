@@ -2,7 +2,7 @@
 
 It is speedrun.py (record 10) with a tied head, and
 
-    from later records    shifted keys, the bigram table, a batch that grows
+    from later records    shifted keys, a batch that grows
     new here              rows for stems and forms, the start of the shifted keys, the pointer, the
                           eps of the embedding; for small texts a first epoch backwards, and a
                           sample of the logits
@@ -86,21 +86,6 @@ def parts_of_tokens(vocab_size: int) -> torch.Tensor:
 
     # On the CPU also where the reader of checkpoints makes the rest of the model on "meta".
     return torch.tensor(rows, device="cpu")
-
-
-# ---------------------------------------------------------------------- the bigram table
-# Record 62: each pair of a token and the one before it has a row, which is added to the embedding.
-# So no attention has to learn what mostly follows what.
-
-def bigram_hash(tokens, rows):
-    """The row, of that many `rows`, of each pair: tokens (B, T) -> int64 (B, T)."""
-    # The first token of a sequence counts as following <|endoftext|>. So does <|endoftext|> itself:
-    # it begins a document, and what stands before it belongs to another one.
-    before = F.pad(tokens[:, :-1], (1, 0), value=EOT)
-    before = torch.where(tokens == EOT, EOT, before)
-
-    # There are more pairs than rows, so that some share one. The factors are the record's.
-    return ((36313 * tokens) ^ (27191 * before)) % rows
 
 
 # ---------------------------------------------------------------------- shifted keys
@@ -211,7 +196,7 @@ class Pointer(nn.Module):
 # ---------------------------------------------------------------------- the model
 
 class FrontierGPT(ModernLanguageModel):
-    """182.1M parameters at GPT-2's size: 38.6M in the bigram table, 18.2M in that of the parts."""
+    """143.5M parameters at GPT-2's size, of which 18.2M are in the table of stems and forms."""
     recipe = "frontier"
     kept_vectors = 20.9                         # with the pointer's scores of 1,024 tokens
 
@@ -219,8 +204,8 @@ class FrontierGPT(ModernLanguageModel):
     # which changes a loss by noise. Evaluations compute all.
     vocabulary_sample = None
 
-    # As in speedrun the blocks of a new model add nothing. Nor do the tables of shared rows.
-    zero_at_start = ("c_proj.weight", "bigram.weight", "part.weight")
+    # As in speedrun the blocks of a new model add nothing. Nor does the table of shared rows.
+    zero_at_start = ("c_proj.weight", "part.weight")
 
     def __init__(self, config):
         super().__init__(config)
@@ -229,7 +214,6 @@ class FrontierGPT(ModernLanguageModel):
         blocks = [SpeedrunBlock(config, FrontierAttention) for _ in range(config.n_layer)]
         self.transformer = nn.ModuleDict({
             "wte": Embedding(V, C),
-            "bigram": Embedding(V, C),
             "part": Embedding(int(self.parts.max()) + 1, C),
             "h": nn.ModuleList(blocks),
         })
@@ -279,14 +263,8 @@ class FrontierGPT(ModernLanguageModel):
         """(vocab_size, C): a token is predicted by the same sum of rows that embeds it."""
         return self.add_parts(self.lm_head.weight, self.parts)
 
-    def embed(self, tokens, T, dtype):
-        # The last T tokens and the one before them, if there is one: the first pair needs it.
-        tokens = tokens[:, -T - 1:]
-        x = norm(self.sums_of_rows(tokens).to(dtype))
-
-        pairs = bigram_hash(tokens, self.transformer.bigram.num_embeddings)
-        x = norm(x + self.transformer.bigram(pairs).to(dtype))
-        return x[:, -T:]
+    def embed(self, tokens, dtype):
+        return norm(self.sums_of_rows(tokens).to(dtype))
 
     def attention_inputs(self, tokens, T, dtype, past):
         """Those of speedrun, and where documents start, for the shifted keys."""
@@ -358,7 +336,7 @@ class FrontierGPT(ModernLanguageModel):
 
         # As in `hidden` the dtypes are those of x. Autocast would norm in float32 on a GPU.
         with torch.autocast(x.device.type, enabled=False):
-            e = norm(self.sums_of_rows(tokens[:, -T:]).to(x.dtype)).detach()
+            e = self.embed(tokens[:, -T:], x.dtype).detach()
             return self.pointer(x, e, tokens, past)
 
     def flops_per_token(self, sequence_length):
@@ -377,14 +355,8 @@ class FrontierGPT(ModernLanguageModel):
         # are tiny.
         head_eps = 0.1 / tokens
 
-        # A tenth of the rate of speedrun's embedding, because most pairs occur a few times only.
-        bigram_lr = 1.5 * max_lr
-
-        head = [self.transformer.wte.weight, self.transformer.part.weight]
-        groups = [
-            {"params": head, "lr": head_lr, "eps": head_eps},
-            {"params": [self.transformer.bigram.weight], "lr": bigram_lr},
-        ]
+        tables = [self.transformer.wte.weight, self.transformer.part.weight]
+        groups = [{"params": tables, "lr": head_lr, "eps": head_eps}]
 
         # beta1 is 0.7, speedrun's is 0.9: a short run needs an average over fewer updates. Muon's
         # momentum (muon_momentum) is lower for the same reason.

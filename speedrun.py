@@ -154,8 +154,8 @@ class SpeedrunBlock(nn.Module):
 class ModernLanguageModel(LanguageModel):
     """What SpeedrunGPT and FrontierGPT share: the way from tokens through the blocks.
 
-    A subclass has `transformer`, with the blocks in `transformer.h`, and embed(tokens, T, dtype):
-    the input of the first block, (B, T, C), for the last T of the tokens (B, S).
+    A subclass has `transformer`, with the blocks in `transformer.h`, and embed(tokens, dtype): the
+    input (B, T, C) of the first block, for tokens (B, T).
     """
     Config = SpeedrunConfig
     kept_vectors = 20.1         # see LanguageModel; counted for speedrun
@@ -221,7 +221,7 @@ class ModernLanguageModel(LanguageModel):
         # Under float16 that includes the residual stream, which model.py keeps in float32: this
         # recipe has trained in float16 at small sizes only.
         with torch.autocast(idx.device.type, enabled=False):
-            x = self.embed(idx, T, dtype)                                       # (B, T, C)
+            x = self.embed(idx[:, -T:], dtype)                                  # (B, T, C)
             x0 = x
             v1 = None
             for block in self.transformer.h:
@@ -304,8 +304,8 @@ class SpeedrunGPT(ModernLanguageModel):
         if not self.transformer.wte.weight.is_meta:     # on "meta" there is nothing to draw
             self.init_weights()
 
-    def embed(self, tokens, T, dtype):
-        return norm(self.transformer.wte(tokens[:, -T:]).to(dtype))
+    def embed(self, tokens, dtype):
+        return norm(self.transformer.wte(tokens).to(dtype))
 
     def configure_optimizers(self, max_lr, weight_decay=0.0, dtype=torch.bfloat16):
         """[Adam, Muon], with record 10's learning rates at GPT-2's width."""

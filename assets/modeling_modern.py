@@ -217,9 +217,9 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
     def add_tables(self, config):
         self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
 
-    def embed(self, tokens, starts, T):
-        """The last T of the tokens (B, S) -> (B, T, C)."""
-        return norm(self.transformer.wte(tokens[:, -T:]))
+    def embed(self, tokens):
+        """(B, T) -> (B, T, C)"""
+        return norm(self.transformer.wte(tokens))
 
     def head(self, past):
         """(padded_vocab_size, C). `past` is the cache, or None."""
@@ -289,7 +289,7 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
 
     def hidden(self, tokens, starts, mask, T, past):
         """The final hidden states (B, T, C) of the last T tokens."""
-        x = self.embed(tokens, starts, T)                                       # (B, T, C)
+        x = self.embed(tokens[:, -T:])                                          # (B, T, C)
         x0 = x
         v1 = None
         rotary = self.rotary_tables(tokens, T, x.dtype)
@@ -355,7 +355,7 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 class FrontierForCausalLM(SpeedrunForCausalLM):
-    """Speedrun with shifted keys, a bigram table, a head that is tied to the embedding, a pointer.
+    """Speedrun with shifted keys, a head that is tied to the embedding, and a pointer.
 
     A token's embedding is the sum of its own row and of two that it shares with other tokens: those
     of its parts, which are its stem and its form (a space before, capitals, ending).
@@ -365,13 +365,12 @@ class FrontierForCausalLM(SpeedrunForCausalLM):
 
     def add_tables(self, config):
         V, C = config.padded_vocab_size, config.n_embd
-        self.transformer["bigram"] = nn.Embedding(V, C)
         self.transformer["part"] = nn.Embedding(config.n_part, C)
         self.register_buffer("parts", torch.zeros((2, V), dtype=torch.int64))
         self.pointer = Pointer(config)
 
-    def rows(self, tokens):
-        """tokens (...) -> (..., C): the sum of a token's row and those of its parts, normed."""
+    def embed(self, tokens):
+        """(B, T) -> (B, T, C): the sums of each token's row and those of its parts, normed."""
         parts = self.transformer.part(self.parts[:, tokens]).sum(0)
         return norm(self.transformer.wte(tokens) + parts)
 
@@ -381,22 +380,13 @@ class FrontierForCausalLM(SpeedrunForCausalLM):
         A token is predicted in two ways: by the head, and as a copy of a token of the context.
         """
         T, n = x.size(1), logits.size(1)
-        e = self.rows(tokens[:, -T:])
+        e = self.embed(tokens[:, -T:])
         other = tokens[:, None, :] != tokens[:, -T:, None]                      # (B, T, S)
         shares, head_share = self.pointer(x, e, starts, mask[:, 0] & other, past)
         shares, head_share = shares[:, -n:], head_share[:, -n:]
         probabilities = F.softmax(logits, dim=2) * head_share[:, :, None]
         ids = tokens[:, None].expand_as(shares)                                 # (B, n, S)
         return probabilities.scatter_add(2, ids, shares).clamp(min=1e-37).log()
-
-    def embed(self, tokens, starts, T):
-        """The last T of the tokens (B, S) -> (B, T, C)."""
-        # A token has its row, those of its parts, and that of the pair with the token before it.
-        # Where a document or the text starts, that one counts as <|endoftext|>.
-        before = F.pad(tokens[:, :-1], (1, 0)).masked_fill(starts, EOT)[:, -T:]
-        tokens = tokens[:, -T:]
-        pairs = (36313 * tokens ^ 27191 * before) % self.config.padded_vocab_size
-        return norm(self.rows(tokens) + self.transformer.bigram(pairs))
 
     def head(self, past):
         """(padded_vocab_size, C). `past` is the cache, or None."""

@@ -269,7 +269,7 @@ def export_modern(model) -> tuple[dict, dict]:
     module = MODELING.removesuffix(".py")
     name = model.recipe.capitalize()
 
-    # The rows that pad the vocabulary stay: bigram_hash in frontier.py depends on their number.
+    # The rows that pad the vocabulary stay: frontier's probabilities are over all of them.
     config = {
         "architectures": [f"{name}ForCausalLM"],
         "model_type": model.recipe,

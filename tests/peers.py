@@ -235,19 +235,9 @@ def plain_head(q, k, v):
 def plain_embedding(weights, row, parts):
     """(table, x): the vectors of all tokens, and what the first block gets for this row."""
     table = weights["transformer.wte.weight"]
-    if parts is None:
-        return table, rms_norm(table[row])
-
-    # frontier adds the rows of stem and form, and those of each pair of neighbours.
-    table = table + weights["transformer.part.weight"][parts].sum(0)
-    pairs = []
-    for t, token in enumerate(row):
-        before = EOT
-        if t > 0 and token != EOT:
-            before = row[t - 1]
-        pairs.append((36313 * token ^ 27191 * before) % len(table))
-    x = rms_norm(table[row])
-    return table, rms_norm(x + weights["transformer.bigram.weight"][pairs])
+    if parts is not None:               # frontier adds the rows of stem and form
+        table = table + weights["transformer.part.weight"][parts].sum(0)
+    return table, rms_norm(table[row])
 
 
 def relative_error(found, expected):

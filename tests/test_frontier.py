@@ -16,7 +16,6 @@ import frontier
 from frontier import (
     FrontierGPT,
     automatic,
-    bigram_hash,
     lr_scale,
     muon_momentum,
     parts_of_tokens,
@@ -188,33 +187,6 @@ def test_white_space_and_padding_keep_stems_of_their_own():
 
 def test_tokens_of_another_vocabulary_have_stems_of_their_own():
     assert parts_of_tokens(256).tolist() == [list(range(256)), [256] * 256]
-
-
-def test_pairs_of_tokens_spread_over_the_rows():
-    numbers = torch.arange(200)
-    pairs = torch.cartesian_prod(numbers, numbers)
-    rows = bigram_hash(pairs, 50304)[:, 1]
-    assert rows.min() >= 0
-    assert rows.max() < 50304
-
-    # Of a fair hash the mean is the variance, as of a Poisson distribution.
-    counts = rows.bincount(minlength=50304).double()
-    assert counts.var() < 2 * counts.mean()
-
-
-def test_the_first_token_of_a_sequence_counts_as_following_endoftext():
-    idx = tokens(4, 1)
-    first = bigram_hash(idx, 50304)[:, 0]
-    after_endoftext = F.pad(idx, (1, 0), value=EOT)
-    second = bigram_hash(after_endoftext, 50304)[:, 1]
-    assert torch.equal(first, second)
-
-
-def test_endoftext_has_one_row_whatever_stands_before_it():
-    before = tokens(4, 1)
-    rows = bigram_hash(F.pad(before, (0, 1), value=EOT), 50304)[:, 1]
-    assert len(set(before.flatten().tolist())) > 1
-    assert len(set(rows.tolist())) == 1
 
 
 # ----------------------------------------------------------------------- a batch that grows

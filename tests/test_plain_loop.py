@@ -167,7 +167,7 @@ def modern_model(recipe):
 def adam_and_muon(recipe, model, batch_tokens):
     """torch's own Adam and Muon, with the rates of docs/recipes.md."""
     params = dict(model.named_parameters())
-    tables_and_head = (*("transformer." + name for name in ("wte", "bigram", "part")), "lm_head")
+    tables_and_head = ("transformer.wte", "transformer.part", "lm_head")
     matrices = []
     for name, p in params.items():
         if p.dim() == 2 and not name.startswith(tables_and_head):
@@ -183,12 +183,7 @@ def adam_and_muon(recipe, model, batch_tokens):
         beta1 = 0.7
         head_lr = 0.05 * LR * 768 / 32
         tables = [params["transformer.wte.weight"], params["transformer.part.weight"]]
-        eps = 0.1 / batch_tokens
-        pairs = [params["transformer.bigram.weight"]]
-        groups = [
-            {"params": tables, "lr": head_lr, "eps": eps},
-            {"params": pairs, "lr": 1.5 * LR},
-        ]
+        groups = [{"params": tables, "lr": head_lr, "eps": 0.1 / batch_tokens}]
     groups.append({"params": scalars, "lr": LR, "eps": 1e-6})
     adam = torch.optim.Adam(groups, eps=1e-8, betas=(beta1, 0.95), foreach=False)
     muon = torch.optim.Muon(

@@ -195,7 +195,6 @@ def test_every_parameter_is_optimised_once_and_the_matrices_inside_by_muon(recip
     ("frontier", {
         "transformer.wte.weight": (0.002, 0.1 / 4096),
         "transformer.part.weight": (0.002, 0.1 / 4096),
-        "transformer.bigram.weight": (0.03, 1e-8),
     }),
 ])
 def test_rates_and_eps_outside_the_blocks(recipe, expected):
