@@ -186,7 +186,7 @@ class Pointer(nn.Module):
         # first token sees none, all of its scores are -inf, and the head's share is 1.
         sees = sees & (tokens[:, None, :] != tokens[:, -T:, None])              # (B, T, S)
         scores = (self.scale * cosines).masked_fill(~sees, float("-inf"))
-        sentinel = self.sentinel_bias + (x.float() @ self.sentinel) / C**0.5    # (B, T)
+        sentinel = self.sentinel_bias + x.float() @ (self.sentinel / C**0.5)    # (B, T)
 
         # A softmax over the scores and the sentinel.
         total = torch.logaddexp(scores.logsumexp(dim=2), sentinel)              # (B, T)

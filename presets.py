@@ -33,7 +33,7 @@ PRESETS = {
     # the second there are eight validations, each of which takes as long as some ten steps. The
     # sequences are long, because a play that training has not seen repeats its own names.
     "shakespeare": Preset(
-        "Trains 35M parameters on 0.3M tokens of input.txt: minutes on a CPU.",
+        "Trains 22M parameters on 0.3M tokens of input.txt: minutes on a CPU.",
         dict(
             recipe="frontier", data="data/shakespeare", out="log/shakespeare",
             n_layer=4, n_head=2, n_embd=256, block_size=1024,

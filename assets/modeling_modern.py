@@ -190,7 +190,7 @@ class Pointer(nn.Module):
         C = x.size(2)
         scores = self.scale * (q @ k.mT).float() / C                            # (B, T, S)
         scores = scores.masked_fill(~mask, float("-inf"))
-        sentinel = self.sentinel_bias + (x.float() @ self.sentinel.float()) / C**0.5
+        sentinel = self.sentinel_bias + x.float() @ (self.sentinel.float() / C**0.5)
         total = torch.logaddexp(scores.logsumexp(dim=2), sentinel)              # (B, T)
         return torch.exp(scores - total[:, :, None]), torch.exp(sentinel - total)
 
