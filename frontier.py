@@ -6,7 +6,7 @@ It is speedrun.py (record 10) with a tied head, and
     new here              rows for stems and forms, the start of the shifted keys, the pointer, the
                           eps of the embedding; for small texts a first epoch backwards, and a
                           sample of the logits
-    tuned for short runs  Adam's beta1, Muon's momentum, the rates of the tables
+    tuned for short runs  Adam's beta1, Muon's momentum, the rate of the tables
 
 docs/recipes.md says what each gains, measured by leaving it out.
 
@@ -168,8 +168,8 @@ class Pointer(nn.Module):
 
         x and e (B, T, C) are final hidden states and embeddings of the last T of the tokens (B, S).
         """
-        # A query asks what comes next. The key of a token says which hidden state has predicted it,
-        # that of the token before, and which token it is.
+        # A query asks what comes next. A token's key is the sum of two vectors: one of the hidden
+        # state that has predicted it, which is that of the token before, and one of its embedding.
         q = norm(self.c_q(x))
         k = self.c_k(x)
         e = self.c_e(e)
@@ -186,6 +186,8 @@ class Pointer(nn.Module):
         # first token sees none, all of its scores are -inf, and the head's share is 1.
         sees = sees & (tokens[:, None, :] != tokens[:, -T:, None])              # (B, T, S)
         scores = (self.scale * cosines).masked_fill(~sees, float("-inf"))
+
+        # The vector is scaled, not the product: OpenVINO computes (x @ v) / c wrong (findings/).
         sentinel = self.sentinel_bias + x.float() @ (self.sentinel / C**0.5)    # (B, T)
 
         # A softmax over the scores and the sentinel.
@@ -223,7 +225,7 @@ class FrontierGPT(ModernLanguageModel):
         self.lm_head.weight = self.transformer.wte.weight
 
         # The learning rate of speedrun's embedding is 0.3 of its deviation, 1. Here the rate is
-        # head_lr below: 0.75 / C at --max_lr 0.02. So the deviation is 2.5 / C.
+        # head_lr below: 0.77 / C at --max_lr 0.02. So the deviation is about 2.5 / C.
         #
         # What enters the head has mean square 1. So the first logits have the variance
         # C (2.5 / C)^2 = 6.25 / C, and the first loss is about ln(V) + 3.1 / C. Only the input
@@ -248,8 +250,8 @@ class FrontierGPT(ModernLanguageModel):
 
         `parts`, int64 (2, ...), are the indices that parts_of_tokens has for these tokens.
         """
-        # On several GPUs DDP cuts a compiled model where a table is first used. `contiguous`, which
-        # copies nothing here, makes that be before the sum: a cut amid it would store half a sum.
+        # On several GPUs DDP cuts a compiled model where a table is first used. With `contiguous`,
+        # which copies nothing here, that is before the sum. A cut inside would store half a sum.
         rows = rows.contiguous()
         table = self.transformer.part.weight.contiguous()
 
@@ -336,7 +338,7 @@ class FrontierGPT(ModernLanguageModel):
 
         # As in `hidden` the dtypes are those of x. Autocast would norm in float32 on a GPU.
         with torch.autocast(x.device.type, enabled=False):
-            e = self.embed(tokens[:, -T:], x.dtype).detach()
+            e = self.embed(tokens[:, -T:], x.dtype).detach()    # once more the first block's input
             return self.pointer(x, e, tokens, past)
 
     def flops_per_token(self, sequence_length):

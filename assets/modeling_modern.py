@@ -347,7 +347,7 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         return self.transformer.wte
 
     def resize_token_embeddings(self, new_num_tokens=None, *args, **kwargs):
-        # frontier's tables depend on the number of tokens, and on which text each token is.
+        # frontier's rows for stems and forms depend on which text each token is.
         if new_num_tokens not in (None, self.config.vocab_size):
             raise ValueError(f"the tokens of this model are GPT-2's: it keeps its vocabulary of "
                              f"{self.config.vocab_size}, and cannot have one of {new_num_tokens}")

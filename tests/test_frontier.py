@@ -134,7 +134,7 @@ def test_copies_know_the_targets_also_where_a_sample_has_other_numbers_for_them(
     assert sampled.item() == pytest.approx(expected.item(), abs=0.05)
 
 
-# ----------------------------------------------------------------------- stems, forms, pairs
+# ----------------------------------------------------------------------- stems and forms
 
 def rows_of(words, which):
     """The rows of these tokens in the table of parts: their stems (0) or forms (1)."""
